@@ -1,0 +1,3 @@
+"""qengine: quantized inference for low-VRAM GPUs."""
+
+__version__ = "0.1.0"
