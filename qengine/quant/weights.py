@@ -39,8 +39,8 @@ class PlainWeight:
 class QuantizedWeight:
     """A quantized linear layer, unpacked: W[n, k] = (q[n, k] - zeros[n, g]) * scales[n, g] with g = g_idx[k].
 
-    q: uint8 [N, K], codes in [0, 2**bits). scales: float16, bfloat16 or float32 [N, G]. zeros: int16 [N, G] (a zero
-    point can be 2**bits in GPTQ v1 files). g_idx: int32 [K], or None where g = k // group_size. bias: [N] or None.
+    q: uint8 [N, K], codes in [0, 2**bits). scales: float16, bfloat16 or float32 [N, G]. zeros: int16 [N, G],
+    in [0, 2**bits). g_idx: int32 [K], or None where g = k // group_size. bias: [N] or None.
     """
 
     q: torch.Tensor

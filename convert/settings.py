@@ -1,0 +1,125 @@
+"""What a conversion is asked to do: defaults, and the combinations that are refused before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from qengine.convert.scheme import Scheme
+from qengine.errors import ConfigError
+
+METHODS = ("rtn", "awq", "gptq")
+FORMAT_BITS = {
+    "awq-gemm": (4,),
+    "gptq": (2, 3, 4, 8),
+    "gptq_v2": (2, 3, 4, 8),
+    "compressed-tensors": (2, 3, 4, 8),
+}
+FORMATS = tuple(FORMAT_BITS)
+DEFAULT_GROUP = 128
+# Calibration tokens: the second moment of a layer wants more rows than the layer is wide, a CPU wants fewer.
+DEFAULT_SEQ_LEN = 512
+DEFAULT_SAMPLES = {"cpu": 16, "cuda": 128}
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """A checked conversion; make it with `resolve_settings`.
+
+    method: rtn, awq or gptq. format: the output's packing. group_size: asked for, -1 one group a row. sym,
+    desc_act: see Scheme and GPTQSettings. samples windows of seq_len tokens calibrate; seed draws them. device: where
+    layers run.
+    """
+
+    method: str
+    format: str
+    bits: int
+    group_size: int
+    sym: bool
+    desc_act: bool
+    samples: int
+    seq_len: int
+    seed: int
+    device: str
+
+    def scheme(self, group_size: int) -> Scheme:
+        """The grid with a group size that fits."""
+        return Scheme(self.bits, group_size, self.sym, min_zero=1 if self.format == "gptq" else 0)
+
+
+def resolve_settings(
+    *,
+    method: str = "awq",
+    format: str | None = None,
+    bits: int = 4,
+    group_size: int = DEFAULT_GROUP,
+    sym: bool | None = None,
+    desc_act: bool = False,
+    samples: int | None = None,
+    seq_len: int = DEFAULT_SEQ_LEN,
+    seed: int = 0,
+    device: str = "cpu",
+) -> ConvertSettings:
+    """Fill in the defaults of a method and refuse what cannot be written.
+
+    awq and rtn: awq-gemm, asymmetric. gptq: symmetric in the gptq format, which every engine reads (fast kernels often
+    take nothing else, and GPTQModel refuses asymmetric v1 files that it did not write itself); asymmetric in gptq_v2.
+    Raises ConfigError.
+    """
+    _one_of("--method", method, METHODS)
+    if format is not None:
+        _one_of("--format", format, FORMATS)
+    if sym is None:
+        sym = method == "gptq" if format is None else format == "gptq"
+    if format is None:
+        if method != "gptq" and not desc_act and bits == 4:
+            format = "awq-gemm"
+        else:
+            format = "gptq" if sym else "gptq_v2"
+    settings = ConvertSettings(method, format, bits, group_size, sym, desc_act, samples or 1, seq_len, seed, device)
+    _check_grid(settings)
+    if samples is None:
+        samples = DEFAULT_SAMPLES["cpu" if device.startswith("cpu") else "cuda"]
+    for name, value in (("--samples", samples), ("--seq-len", seq_len)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} is not allowed; give a whole number of at least 1")
+    _check_device(device)
+    return replace(settings, samples=samples)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not known; allowed are {', '.join(allowed)}")
+
+
+def _check_grid(settings: ConvertSettings) -> None:
+    bits, format = settings.bits, settings.format
+    if bits not in FORMAT_BITS[format]:
+        allowed = ", ".join(map(str, FORMAT_BITS[format]))
+        other = "; use --format gptq or compressed-tensors for it" if bits in FORMAT_BITS["gptq"] else ""
+        raise ConfigError(
+            f"--bits={bits} is not allowed with --format {format}, whose readers know {allowed} bits{other}"
+        )
+    if settings.group_size != -1 and settings.group_size < 8:
+        raise ConfigError(
+            f"--group-size={settings.group_size} is not allowed; give -1 (one group a row), or 8 and more"
+        )
+    if settings.desc_act and settings.method != "gptq":
+        raise ConfigError(f"--desc-act orders GPTQ's columns and means nothing to --method {settings.method}; drop it")
+    if settings.desc_act and format not in ("gptq", "gptq_v2"):
+        raise ConfigError(
+            f"--desc-act needs a group index, which --format {format} has no place for; use --format gptq, or drop "
+            "--desc-act: GPTQ then orders columns inside their groups, nearly as good"
+        )
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device={device!r} is not a device; give cpu, cuda or cuda:N") from error
+    if kind.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device={device}: torch sees no CUDA device; use --device cpu")
+    if kind.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device={device}: only cpu and cuda are served")

@@ -1,0 +1,154 @@
+"""Which kernel, with which launch parameters, serves a linear layer: one pure function, `pick`.
+
+It reads a table measured on the same compute capability (`launch_tables/sm*.json`, or one that `qengine tune` wrote for
+this very card) and falls back to a rule where the table says nothing. Nothing here asks for a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TABLES = Path(__file__).parent / "launch_tables"
+SM_COUNT = {75: 40, 80: 108, 86: 84, 89: 128, 90: 132}
+SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448}
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one product is computed.
+
+    kernel: "gemm" (fused), or "dequantize" (weights to fp16 a slice at a time, each multiplied by cuBLAS).
+    bm, bn: tile of y, tokens by outputs. split: parts of K summed in order. whole: tiles computed in one part all
+    the same, so that only the last, incomplete round of programs is split. warps, stages: of each program.
+    prefetch, scaled, halves, pdl: see w4a16_gemm.
+    """
+
+    kernel: str = "gemm"
+    bm: int = 16
+    bn: int = 64
+    split: int = 1
+    whole: int = 0
+    warps: int = 4
+    stages: int = 1
+    prefetch: int = 0
+    scaled: bool = False
+    halves: bool = False
+    pdl: int = 0
+
+
+def bucket(m: int) -> int:
+    """The smallest of BUCKETS that holds m rows, or the last."""
+    return next((b for b in BUCKETS if m <= b), BUCKETS[-1])
+
+
+def pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int = 4, sm_count: int | None = None) -> Launch:
+    """The launch for x [m, k] by W [n, k] in groups of `group` columns (0: one group) on compute capability `sm`.
+
+    smem: bytes of shared memory a program may use. bits: 4 or 8 as packed. sm_count: multiprocessors, or None for the
+    capability's usual card. Pure: the same arguments give the same launch as long as the tables do not change.
+    """
+    count = sm_count or SM_COUNT.get(sm, 108)
+    found = _from_table(bucket(m), n, k, group, sm, bits)
+    launch = found or _rule(m, n, k, sm)
+    if launch.kernel == "gemm":
+        launch = _fit(launch, n, k, m, group, bits, sm, smem, count, keep_split=found is not None)
+    return launch
+
+
+def shared_bytes(launch: Launch, bits: int) -> int:
+    """Upper estimate of the shared memory a launch takes: copies in flight, or the tile on its way out."""
+    block = 512 // bits
+    stage = launch.bm * block * 2 + (launch.bn * 64 + launch.bn * 16 if launch.stages > 1 else 0)
+    return max(stage * max(launch.stages, 1) + 2048, launch.bm * launch.bn * 4 + 1024)
+
+
+def split_for(m: int, n: int, k: int, bm: int, bn: int, block: int, slots: int) -> int:
+    """Parts of K that best fill `slots` programs: whole rounds of programs, the fewest parts that come near it."""
+    tiles = math.ceil(m / bm) * math.ceil(n / bn)
+    blocks = math.ceil(k / block)
+    best, best_cost = 1, math.inf
+    for split in range(1, min(blocks, 32) + 1):
+        per = math.ceil(blocks / split)
+        # a part costs its blocks, a start of about 3 and, beyond the first, a share of the sum
+        cost = math.ceil(tiles * split / slots) * (per + 3) + 0.25 * (split - 1)
+        if cost < best_cost - 1e-9:
+            best, best_cost = split, cost
+    return best
+
+
+def _rule(m: int, n: int, k: int, sm: int) -> Launch:
+    del n, k
+    copies = sm >= 80
+    if m <= 16:
+        stages = 4 if copies else 1
+        return Launch(bm=8 if m <= 8 else 16, bn=64, warps=4, stages=stages, prefetch=int(not copies))
+    if m <= 32:
+        return Launch(bm=32, bn=64, warps=4, stages=3 if copies else 1, prefetch=int(not copies), halves=sm < 90)
+    if sm < 90:
+        if copies and m > 1024:
+            return Launch("dequantize")
+        return Launch(bm=64, bn=128, stages=2 if copies else 1, scaled=True, halves=True)
+    if m > 1024:
+        return Launch("dequantize")
+    if m <= 64:
+        return Launch(bm=64, bn=64, stages=3, scaled=True)
+    return Launch(bm=128, bn=128, warps=8, stages=3, scaled=True)
+
+
+def _fit(
+    launch: Launch, n: int, k: int, m: int, group: int, bits: int, sm: int, smem: int, count: int, keep_split: bool
+) -> Launch:
+    values = asdict(launch)
+    block = 512 // bits
+    if 0 < group < block:
+        values["scaled"] = True
+    if sm < 80:
+        values["stages"] = 1
+    values["pdl"] = values["pdl"] if sm == 90 else 0
+    while values["stages"] > 1 and shared_bytes(Launch(**values), bits) > smem:
+        values["stages"] -= 1
+    while values["bn"] > 16 * values["warps"] and values["bn"] >= 2 * n:
+        values["bn"] //= 2
+    if not keep_split:
+        residents = max(1, min(8, 16 // values["warps"]) if values["bm"] <= 16 else 2 if values["bm"] <= 64 else 1)
+        values["split"] = split_for(m, n, k, values["bm"], values["bn"], block, count * residents)
+    values["split"] = max(1, min(values["split"], math.ceil(k / block)))
+    return Launch(**values)
+
+
+def user_table() -> Path:
+    """The folder where `qengine tune` writes tables and `pick` looks first."""
+    root = os.environ.get("QENGINE_CACHE")
+    return Path(root) / "launch" if root else Path.home() / ".cache" / "qengine" / "launch"
+
+
+@functools.lru_cache
+def load_table(sm: int) -> tuple[dict[str, Any], ...]:
+    """Rows for a capability: the user's own, then the shipped ones. Each is {m, n, k, bits, group, launch: {...}}."""
+    rows: list[dict[str, Any]] = []
+    for path in (user_table() / f"sm{sm}.json", TABLES / f"sm{sm}.json"):
+        if path.is_file():
+            rows += json.loads(path.read_text())["rows"]
+    return tuple(rows)
+
+
+def _from_table(m: int, n: int, k: int, group: int, sm: int, bits: int) -> Launch | None:
+    # groups of a block and more run the same loop; smaller ones have rows of their own
+    block = 512 // bits
+    fine = group if 0 < group < block else 0
+    best, best_distance = None, 0.5
+    for row in load_table(sm):
+        row_fine = row["group"] if 0 < row["group"] < block else 0
+        if (row["m"], row["bits"], row_fine) != (m, bits, fine):
+            continue
+        distance = abs(math.log(row["n"] / n)) + abs(math.log(row["k"] / k))
+        if distance < best_distance:
+            best, best_distance = row, distance
+    return Launch(**best["launch"]) if best else None

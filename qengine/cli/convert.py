@@ -1,0 +1,156 @@
+"""`qengine convert`: a plain model to INT4."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qengine.convert.report import ConvertReport
+
+
+class Method(str, Enum):
+    """How weights are rounded."""
+
+    rtn = "rtn"
+    awq = "awq"
+    gptq = "gptq"
+
+
+class Format(str, Enum):
+    """How the result is packed."""
+
+    awq_gemm = "awq-gemm"
+    gptq = "gptq"
+    gptq_v2 = "gptq_v2"
+    compressed_tensors = "compressed-tensors"
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a model with plain weights.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The new folder.", show_default=False)],
+    method: Annotated[
+        Method, typer.Option(help="awq: scales and clips by activations. gptq: compensates. rtn: rounds.")
+    ] = Method.awq,
+    bits: Annotated[int, typer.Option(help="2, 3, 4 or 8; awq-gemm has 4 only.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1 for the whole row.")] = 128,
+    sym: Annotated[
+        bool | None,
+        typer.Option("--sym/--asym", help="Fixed or free zero points. [default: asym; gptq: sym]", show_default=False),
+    ] = None,
+    desc_act: Annotated[
+        bool, typer.Option("--desc-act", help="GPTQ groups in order of importance (needs g_idx).")
+    ] = False,
+    format: Annotated[
+        Format | None, typer.Option(help="[default: awq-gemm; gptq: gptq, with --asym gptq_v2]", show_default=False)
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help='.txt, or .jsonl with {"text": ...} lines. [default: bundled]', show_default=False),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Calibration windows. [default: 16 on a CPU, 128 on a GPU]", show_default=False)
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Draws the calibration windows.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Quantize a model to a folder that transformers, GPTQModel, vLLM and qengine load.
+
+    The folder appears only when it is whole; a run that is killed leaves nothing at --out.
+
+    [bold]Examples[/]
+
+      qengine convert ./SmolLM2-135M-Instruct --out smol-awq --group-size 64
+
+      qengine convert ./llama --out llama-gptq --method gptq --sym --device cuda
+
+      qengine convert ./qwen --out qwen-ct --format compressed-tensors --calibration my-texts.jsonl
+    """
+    from rich.console import Console
+
+    from qengine.convert.run import convert_checkpoint
+
+    console = Console(stderr=True)
+    with _Bar(console) as bar:
+        report = convert_checkpoint(
+            model,
+            out,
+            method=method.value,
+            format=format.value if format else None,
+            bits=bits,
+            group_size=group_size,
+            sym=sym,
+            desc_act=desc_act,
+            calibration=calibration,
+            samples=samples,
+            seq_len=seq_len,
+            device=device,
+            seed=seed,
+            force=force,
+            progress=bar.update,
+        )
+    if as_json:
+        typer.echo(json.dumps(report.as_dict()))
+    else:
+        _print_summary(report, Console())
+
+
+class _Bar:
+    """A progress bar over layers, with the time left."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("elapsed"))
+        self._progress = Progress(
+            *columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, transient=True
+        )
+        self._task = self._progress.add_task("reading", total=None)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """Show that `done` of `total` layers are finished."""
+        self._progress.update(self._task, completed=done, total=total, description="layers")
+
+
+def _print_summary(report: ConvertReport, console: Console) -> None:
+    from rich.table import Table
+
+    settings = report.settings
+    kind = "sym" if settings.sym else "asym"
+    grid = f"{settings.bits} bits, groups of {report.group_size}, {kind}"
+    console.print(f"{report.out}: {settings.method}, {settings.format}, {grid}")
+    table = Table("linear", "output error", "round-to-nearest", "weight error")
+    for name, errors in report.errors_by_kind().items():
+        cells = [
+            f"{100 * errors[key]:.3f} %" if key in errors else "-" for key in ("error", "rtn_error", "weight_error")
+        ]
+        table.add_row(name, *cells)
+    console.print(table)
+    minutes, seconds = divmod(report.seconds, 60)
+    sizes = f"{report.source_bytes / 1e6:.1f} MB -> {report.out_bytes / 1e6:.1f} MB"
+    console.print(f"weights {sizes} in {int(minutes)} min {seconds:.1f} s")
+    for warning in report.warnings:
+        console.print(f"[yellow]note:[/] {warning}", highlight=False, soft_wrap=True)

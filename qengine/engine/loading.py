@@ -1,0 +1,200 @@
+"""From settings to a running engine: checkpoint, tokenizer, model, cache, engine, in that order."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qengine.checkpoint import Checkpoint, open_checkpoint
+from qengine.config import EngineConfig, ModelConfig
+from qengine.engine.block_manager import BlockManager
+from qengine.engine.engine import Engine
+from qengine.engine.limits import Limits
+from qengine.engine.memory import plan_cache
+from qengine.engine.runner import Runner
+from qengine.engine.scheduler import Scheduler
+from qengine.errors import CapacityError, CheckpointError, ConfigError
+from qengine.layers.attention import KVCache
+from qengine.models import Decoder, load_model, model_spec
+from qengine.models.spec import ModelSpec
+from qengine.quant import open_weights
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Loaded:
+    """A running engine with what its front needs: tokenizer, the checkpoint's sampling defaults, model."""
+
+    engine: Engine
+    tokenizer: Any
+    generation_config: dict[str, Any]
+    model: Decoder
+
+
+def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Open, check and load a model. Everything that can be refused without its weights is refused first."""
+    settings = config.model
+    ckpt = open_checkpoint(settings.model, revision=settings.revision, allow_pickle=settings.allow_pickle)
+    refuse_remote_code(ckpt, settings)
+    spec = model_spec(ckpt)
+    check_quantization(open_weights(ckpt).method, settings)
+    device = resolve_device(config.device.device)
+    dtype = resolve_dtype(settings.dtype, ckpt.text_config(), device)
+    if config.cache.kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+        raise ConfigError(
+            f"kv_cache_dtype={config.cache.kv_cache_dtype!r} is not supported by this version with compute dtype "
+            f"{dtype}; use 'auto'"
+        )
+    max_model_len = resolve_max_model_len(settings, spec)
+    tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(ckpt, settings)
+    model = load_model(ckpt, dtype=dtype, device=device, progress=progress)
+    plan = plan_cache(model, config, dtype, max_model_len)
+    try:
+        cache = KVCache.allocate(spec, plan.num_blocks, config.cache.block_size, dtype, device)
+    except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+        raise CapacityError(f"the KV cache of {plan.num_blocks} blocks cannot be allocated: {error}") from error
+    limits = make_limits(ckpt, spec, tokenizer, config, plan.num_blocks, plan.max_model_len)
+    blocks = BlockManager(plan.num_blocks, config.cache.block_size, enable_prefix_caching=prefix_caching(config, spec))
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_len=limits.max_len,
+    )
+    runner = Runner(model, cache, config.cache.block_size, limits.sample_vocab)
+    engine = Engine(runner, scheduler, limits, tokenizer, seed=settings.seed)
+    return Loaded(engine, tokenizer, ckpt.generation_config, model)
+
+
+def refuse_remote_code(ckpt: Checkpoint, settings: ModelConfig) -> None:
+    """Raise ConfigError for a checkpoint that names Python code of its own, unless it was trusted.
+
+    The model's code is never run in any case: the architectures are this package's own.
+    """
+    if settings.trust_remote_code:
+        return
+    tokenizer_config = ckpt.read_json("tokenizer_config.json") or {}
+    for file, content in (("config.json", ckpt.config), ("tokenizer_config.json", tokenizer_config)):
+        if content.get("auto_map"):
+            raise ConfigError(
+                f"{ckpt.path}/{file} asks to run code of the checkpoint's own (auto_map: {content['auto_map']}); "
+                "read that code, then pass trust_remote_code=True (--trust-remote-code)"
+            )
+
+
+def check_quantization(method: str | None, settings: ModelConfig) -> None:
+    """Raise ConfigError if the checkpoint is not quantized as `quantization` says."""
+    if settings.quantization is not None and settings.quantization != method:
+        found = f"is quantized with {method!r}" if method else "is not quantized"
+        remedy = f"pass quantization={method!r} or leave it out" if method else "leave it out, or convert the model"
+        raise ConfigError(f"quantization={settings.quantization!r}, but {settings.model} {found}; {remedy}")
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is cuda if there is a device, else cpu. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={name!r}, but {count} CUDA devices are visible; use 'cpu' or run qengine doctor")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def resolve_dtype(name: str, text_config: dict[str, Any], device: torch.device) -> torch.dtype:
+    """The compute type. "auto": float32 on a CPU; on a GPU bfloat16 if the checkpoint says so, else float16.
+
+    bfloat16 on a card without it becomes float16, with a warning.
+    """
+    if name == "auto":
+        stored = str(text_config.get("dtype") or text_config.get("torch_dtype")).removeprefix("torch.")
+        name = "float32" if device.type == "cpu" else "bfloat16" if stored == "bfloat16" else "float16"
+    if name == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        card = torch.cuda.get_device_name(device)
+        warnings.warn(f"{card} has no bfloat16 (it needs compute capability 8.0); float16 is used", stacklevel=2)
+        name = "float16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def resolve_max_model_len(settings: ModelConfig, spec: ModelSpec) -> int:
+    """The limit asked for, which must not exceed the model's, or the model's."""
+    if settings.max_model_len is None:
+        return spec.max_position
+    if settings.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len={settings.max_model_len} is more than the {spec.max_position} positions of the model; "
+            "lower it, or give the checkpoint's config a rope scaling"
+        )
+    return settings.max_model_len
+
+
+def prefix_caching(config: EngineConfig, spec: ModelSpec) -> bool:
+    """Whether prefixes may be shared: not where a key depends on how long its whole sequence is."""
+    if not config.cache.enable_prefix_caching:
+        return False
+    limit = config.model.max_model_len or spec.max_position
+    for layer in spec.layers:
+        rope = layer.rope
+        if rope is not None and rope.needs_lengths:
+            original = rope.params.get("original_max_position_embeddings", 0)
+            if limit > original:
+                warnings.warn(
+                    f"prefix caching is off: the model's {rope.kind} rope depends on the length beyond {original} "
+                    f"tokens; max_model_len={original} would allow it",
+                    stacklevel=2,
+                )
+                return False
+    return True
+
+
+def load_tokenizer(ckpt: Checkpoint, settings: ModelConfig) -> Any:
+    """The tokenizer by transformers. Raises CheckpointError if there is none."""
+    from transformers import AutoTokenizer
+
+    source = settings.tokenizer or str(ckpt.path)
+    revision = settings.tokenizer_revision or (settings.revision if settings.tokenizer is None else None)
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    if revision and not Path(source).is_dir():
+        options["revision"] = revision
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # transformers raises whatever its parsers do
+        raise CheckpointError(
+            f"no tokenizer can be loaded from {source}: {error}; pass tokenizer=<folder or id>, or "
+            "skip_tokenizer_init=True to work with token ids"
+        ) from error
+
+
+def make_limits(
+    ckpt: Checkpoint, spec: ModelSpec, tokenizer: Any, config: EngineConfig, num_blocks: int, max_model_len: int
+) -> Limits:
+    """The engine's numbers: end tokens of generation_config.json, config.json and the tokenizer, all together."""
+    eos: set[int] = set()
+    known = spec.vocab_size
+    sources = [ckpt.generation_config.get("eos_token_id"), ckpt.text_config().get("eos_token_id")]
+    bos = ckpt.text_config().get("bos_token_id")
+    if tokenizer is not None:
+        sources.append(tokenizer.eos_token_id)
+        bos = tokenizer.bos_token_id
+        known = min(known, max(tokenizer.get_vocab().values()) + 1)
+    for ids in sources:
+        eos.update(ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else [])
+    return Limits(
+        vocab_size=spec.vocab_size,
+        sample_vocab=known,
+        max_model_len=max_model_len,
+        pool_tokens=num_blocks * config.cache.block_size,
+        eos_ids=frozenset(t for t in eos if 0 <= t < spec.vocab_size),
+        bos_id=bos if bos is not None and 0 <= bos < spec.vocab_size else None,
+        max_logprobs=config.model.max_logprobs,
+        switch_length=spec.rope_switch_length,
+    )

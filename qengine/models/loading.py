@@ -1,0 +1,210 @@
+"""Builds decoders from a checkpoint's weights, one layer in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qengine.checkpoint import Checkpoint
+from qengine.errors import CheckpointError
+from qengine.layers.activation import activation
+from qengine.layers.embedding import Embedding
+from qengine.layers.join import join_weights
+from qengine.layers.linear import Linear, Split
+from qengine.layers.norm import HeadNorm, LayerNorm, Norm, RMSNorm
+from qengine.layers.rope import Rope, RopeSpec
+from qengine.models.decoder import MLP, Attention, Decoder, DecoderLayer
+from qengine.models.registry import model_spec
+from qengine.models.spec import ModelSpec
+from qengine.quant import LinearWeight, PlainWeight, WeightSource, open_weights
+
+
+def load_model(
+    ckpt: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """The checkpoint's model on `device`, computing in `dtype`. progress(done, total) is called after each layer.
+
+    Everything is checked before memory is taken. Raises CheckpointError and UnsupportedError, with the layer's name.
+    """
+    spec = model_spec(ckpt)
+    source = open_weights(ckpt)
+    source.check()
+    check_weights(source, spec)
+    loader = _Loader(source, spec, dtype, torch.device(device))
+    layers = []
+    for index in range(spec.num_layers):
+        layers.append(loader.layer(index, fuse=True))
+        if progress is not None:
+            progress(index + 1, spec.num_layers)
+    norm = loader.norm(f"{spec.prefix}norm")
+    head, embedding = loader.head_and_embedding()
+    return Decoder(spec, dtype, loader.device, embedding, layers, norm, head)
+
+
+def load_layer(
+    source: WeightSource,
+    spec: ModelSpec,
+    index: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    fuse: bool = False,
+) -> DecoderLayer:
+    """Layer `index` alone. fuse: join linears that read the same input; without it `linears()` has each by its name."""
+    return _Loader(source, spec, dtype, torch.device(device)).layer(index, fuse)
+
+
+def check_weights(source: WeightSource, spec: ModelSpec) -> None:
+    """Compare the shapes in the files' headers with the config. Raises CheckpointError with the layer's name."""
+    for index in range(spec.num_layers):
+        start = f"{spec.prefix}layers.{index}."
+        for name, shape in spec.linear_shapes().items():
+            _check_shape(f"{start}{name}", source.linear_shape(f"{start}{name}"), shape)
+            if name in spec.biases and not source.has(f"{start}{name}.bias"):
+                raise CheckpointError(f"{start}{name}: its bias is missing from the checkpoint; download it again")
+
+
+def tied_to_embedding(source: WeightSource, spec: ModelSpec) -> bool:
+    """Whether the embedding is the output head: so the config says, and the files have no quantized head."""
+    if not spec.tied_head:
+        return False
+    return not (source.has_linear(spec.head_name) and source.linear_spec(spec.head_name) is not None)
+
+
+def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(got) != expected:
+        raise CheckpointError(
+            f"{name}: its weight is {list(got)} in the checkpoint, but config.json asks for {list(expected)}; "
+            "the files are of another model, or the config was changed"
+        )
+
+
+class _Loader:
+    """Loads parts of one model with one dtype, device and set of ropes."""
+
+    def __init__(self, source: WeightSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.source = source
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.wide = torch.float32 if spec.residual_float32 else dtype
+        self._ropes: list[tuple[RopeSpec, Rope]] = []
+
+    def layer(self, index: int, fuse: bool) -> DecoderLayer:
+        """Decoder layer `index`."""
+        spec, start = self.spec, f"{self.spec.prefix}layers.{index}."
+        linears: dict[str, Linear] = {}
+        qkv = ["qkv_proj"] if spec.fused_qkv else ["q_proj", "k_proj", "v_proj"]
+        gate_up = ["gate_up_proj"] if spec.fused_gate_up else ["gate_proj", "up_proj"]
+        attention_inputs = self._linears(start, "self_attn", qkv, "columns", fuse, linears)
+        attention_output = self._linears(start, "self_attn", ["o_proj"], "rows", fuse, linears)[0]
+        mlp_inputs = self._linears(start, "mlp", gate_up, "columns", fuse, linears)
+        mlp_output = self._linears(start, "mlp", ["down_proj"], "rows", fuse, linears)[0]
+        head_norm, full_norms = self._qk_norms(f"{start}self_attn.")
+        attention = Attention(spec, index, attention_inputs, attention_output, head_norm, full_norms)
+        mlp = MLP(activation(spec.activation), spec.intermediate_size, mlp_inputs, mlp_output)
+        names = spec.norms
+        places = (
+            (names.attention_in, self.dtype),
+            (names.attention_out, self.wide),
+            (names.mlp_in, self.dtype),
+            (names.mlp_out, self.wide),
+        )
+        first, second, third, fourth = (None if n is None else self.norm(start + n, out) for n, out in places)
+        rope = self._rope(spec.layers[index].rope)
+        return DecoderLayer(spec, self.dtype, attention, mlp, (first, second, third, fourth), rope, linears)
+
+    def _linears(
+        self, start: str, block: str, names: list[str], split: Split, fuse: bool, into: dict[str, Linear]
+    ) -> list[Linear]:
+        """The named linears of a block, joined if asked for and possible; also put into `into` by relative name."""
+        weights = [self._weight(f"{start}{block}.{name}", f"{block}.{name}") for name in names]
+        joined = join_weights(weights) if fuse and len(weights) > 1 else None
+        parts = {"+".join(names): joined} if joined is not None else dict(zip(names, weights, strict=True))
+        made = []
+        for name, weight in parts.items():
+            linear = Linear(f"{start}{block}.{name}", weight, dtype=self.dtype, device=self.device, split=split)
+            into[f"{block}.{name}"] = linear
+            made.append(linear)
+        return made
+
+    def _weight(self, name: str, relative: str) -> LinearWeight:
+        weight = self.source.linear(name)
+        shape = self.spec.linear_shapes()[relative]
+        _check_shape(name, weight.weight.shape if isinstance(weight, PlainWeight) else weight.shape, shape)
+        if weight.bias is not None and tuple(weight.bias.shape) != (shape[0],):
+            raise CheckpointError(f"{name}: its bias has shape {list(weight.bias.shape)}, expected [{shape[0]}]")
+        return weight
+
+    def norm(self, name: str, out_dtype: torch.dtype | None = None) -> Norm:
+        """The norm called `name`, over the hidden size."""
+        size, out_dtype = self.spec.hidden_size, out_dtype or self.dtype
+        if self.spec.norm_kind == "rms":
+            return self._rms_norm(name, size, out_dtype)
+        weight = self._vector(f"{name}.weight", size)
+        bias = self._vector(f"{name}.bias", size).to(self.wide) if self.source.has(f"{name}.bias") else None
+        return LayerNorm(weight.to(self.wide), bias, self.spec.norm_eps, out_dtype)
+
+    def _rms_norm(self, name: str, size: int, out_dtype: torch.dtype) -> RMSNorm:
+        # The offset is added in float32: in a narrow dtype 1 + w would lose most of w.
+        weight = self._vector(f"{name}.weight", size).float() + self.spec.norm_offset
+        return RMSNorm(weight.to(self.wide), self.spec.norm_eps, out_dtype)
+
+    def _vector(self, name: str, size: int) -> torch.Tensor:
+        value = self.source.tensor(name)
+        if tuple(value.shape) != (size,):
+            raise CheckpointError(f"{name}: has shape {list(value.shape)}, but config.json asks for [{size}]")
+        return value.to(self.device, copy=True)
+
+    def _qk_norms(self, start: str) -> tuple[HeadNorm | None, tuple[RMSNorm, RMSNorm] | None]:
+        spec, size = self.spec, self.spec.head_dim
+        counts = (spec.num_heads, spec.num_kv_heads)
+        if spec.qk_norm == "head":
+            q, k = (self._vector(f"{start}{x}_norm.weight", size) for x in "qk")
+            rows = (q.expand(counts[0], size), k.expand(counts[1], size))
+            return HeadNorm((torch.cat(rows).float() + spec.norm_offset).to(self.wide), spec.norm_eps, "rms"), None
+        if spec.qk_norm == "per_head":
+            heads = [f"{x}_layernorm.norms.{i}" for x, n in zip("qk", counts, strict=True) for i in range(n)]
+            weight = torch.stack([self._vector(f"{start}{head}.weight", size) for head in heads])
+            return HeadNorm(weight.to(self.wide), spec.norm_eps, "layer"), None
+        if spec.qk_norm == "full":
+            return None, (
+                self._rms_norm(f"{start}q_norm", counts[0] * size, self.dtype),
+                self._rms_norm(f"{start}k_norm", counts[1] * size, self.dtype),
+            )
+        return None, None
+
+    def _rope(self, spec: RopeSpec | None) -> Rope | None:
+        """The Rope for a RopeSpec; layers with equal ones share it, and with it the angles of a step."""
+        if spec is None:
+            return None
+        for known, rope in self._ropes:
+            if known == spec:
+                return rope
+        rope = Rope(spec, self.device)
+        self._ropes.append((spec, rope))
+        return rope
+
+    def head_and_embedding(self) -> tuple[Linear, Embedding]:
+        """The output head and the embedding, which share memory where the head is tied and dense."""
+        spec, name = self.spec, f"{self.spec.prefix}embed_tokens.weight"
+        table = self.source.tensor(name)
+        expected = (spec.vocab_size, spec.hidden_size)
+        _check_shape(name, tuple(table.shape), expected)
+        if tied_to_embedding(self.source, spec):
+            weight: LinearWeight = PlainWeight(table)
+        else:
+            _check_shape(spec.head_name, self.source.linear_shape(spec.head_name), expected)
+            weight = self.source.linear(spec.head_name)
+        head = Linear(spec.head_name, weight, dtype=self.dtype, device=self.device, split="columns")
+        shared = head.dense_weight() if isinstance(weight, PlainWeight) and weight.weight is table else None
+        if shared is None:
+            narrow = table.dtype if table.dtype.itemsize < self.dtype.itemsize else self.dtype
+            shared = table.to(self.device, narrow, copy=True)
+        scale = float(torch.tensor(spec.embed_scale).to(self.dtype))
+        return head, Embedding(shared, scale, self.wide)

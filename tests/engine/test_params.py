@@ -1,0 +1,110 @@
+import warnings
+
+import pytest
+
+from qengine.config import EngineConfig, all_defaults
+from qengine.errors import ConfigError, RequestError
+from qengine.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"n": True}, "n=True"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens=17 is more than max_tokens=16"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": "x", "detokenize": False}, "detokenize"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {1: "x"}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"seed": 1.5}, "seed"),
+    ],
+)
+def test_wrong_sampling_values_are_named(values, text):
+    with pytest.raises(RequestError, match=text):
+        SamplingParams(**values)
+
+
+def test_sampling_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.max_tokens, params.min_tokens) == (1, 1.0, 1.0, 16, 0)
+    assert (params.repetition_penalty, params.logprobs, params.ignore_eos, params.seed) == (1.0, None, False, None)
+
+
+def test_a_changed_field_is_checked_again():
+    params = SamplingParams()
+    params.top_p = 7
+    with pytest.raises(RequestError, match="top_p"):
+        params.verify()
+
+
+def test_bias_keys_may_be_text_and_values_are_clamped():
+    assert SamplingParams(logit_bias={"5": 1000, 6: -1}).logit_bias == {5: 100.0, 6: -1.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_model_length": 5}, "did you mean 'max_model_len'"),
+        ({"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
+        ({"zzzzqqq": 1}, "known settings are"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"block_size": 3}, "block_size=3"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": True}, "max_num_batched_tokens"),
+        ({"enforce_eager": "yes"}, "enforce_eager"),
+        ({"device": "tpu"}, "device"),
+        ({"swap_space": -1}, "swap_space"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
+        ({"trust_remote_code": 1}, "trust_remote_code"),
+        ({"generation_config": "other"}, "generation_config"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(values, text):
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig.from_kwargs(model="m", **values)
+
+
+def test_settings_have_vllms_defaults():
+    config = EngineConfig.from_kwargs(model="m", max_num_batched_tokens=None)
+    assert (config.cache.block_size, config.cache.gpu_memory_utilization, config.cache.swap_space) == (16, 0.9, 4)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 2048)
+    assert config.model.trust_remote_code is False
+    assert all_defaults()["block_size"] == 16
+
+
+def test_swap_space_warns_only_when_asked_for():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EngineConfig.from_kwargs(model="m")
+        EngineConfig.from_kwargs(model="m", swap_space=0)
+    with pytest.warns(UserWarning, match="swap_space=8"):
+        EngineConfig.from_kwargs(model="m", swap_space=8)
+
+
+def test_dtype_names_are_brought_into_one_form():
+    assert EngineConfig.from_kwargs(model="m", dtype="half").model.dtype == "float16"
+    assert EngineConfig.from_kwargs(model="m", dtype="torch.bfloat16").model.dtype == "bfloat16"
+    assert EngineConfig.from_kwargs(model="m", quantization="awq_marlin").model.quantization == "awq"

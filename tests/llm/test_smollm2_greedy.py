@@ -1,0 +1,78 @@
+"""A real model: our greedy tokens are transformers', for prompts of different kinds, alone and together."""
+
+import pytest
+import torch
+
+from qengine import LLM, SamplingParams
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a small village",
+    "Q: What is 17 * 23?\nA:",
+    "1, 1, 2, 3, 5, 8,",
+    "Příliš žluťoučký kůň",
+    "Die Würde des Menschen ist",
+    "日本の首都は",
+    "😀😃😄",
+    "SELECT name, age FROM users WHERE",
+    "<html>\n<head>\n<title>",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "- apples\n- pears\n-",
+    "The quick brown fox jumps over the lazy dog. " * 8,
+    "To be, or not to be, that is the question:",
+    "import numpy as np\n\nx = np.array(",
+    "Water boils at 100 degrees Celsius because",
+    "a",
+    '{"name": "Alice", "age":',
+]
+CHAT = [{"role": "user", "content": "Name three colors and say why you like each."}]
+PARAMS = SamplingParams(temperature=0, max_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def results(smollm2):
+    with LLM(smollm2, dtype="float32", device="cpu", max_model_len=512) as llm:
+        together = llm.generate(PROMPTS, PARAMS) + llm.chat(CHAT, PARAMS)
+        alone = [llm.generate({"prompt_token_ids": together[i].prompt_token_ids}, PARAMS)[0] for i in (0, 7, 13)]
+        texts = [llm.get_tokenizer().decode(r.outputs[0].token_ids, skip_special_tokens=True) for r in together]
+    return together, alone, texts
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+
+
+def test_every_token_is_transformers_most_likely_one(results, reference):
+    # Greedy means that each token is the argmax given the ones before: one forward over prompt + tokens shows them all.
+    together, _, _ = results
+    assert len(together) == 20
+    for result in together:
+        tokens = result.outputs[0].token_ids
+        ids = torch.tensor([result.prompt_token_ids + tokens])
+        with torch.no_grad():
+            logits = reference(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
+        assert logits.argmax(-1).tolist() == tokens, result.prompt
+        assert len(tokens) == 64 or (tokens[-1] == 2 and result.outputs[0].finish_reason == "stop")
+
+
+def test_one_prompt_is_what_transformers_generates(results, reference):
+    together, _, _ = results
+    ids = torch.tensor([together[0].prompt_token_ids])
+    with torch.no_grad():
+        want = reference.generate(ids, max_new_tokens=64, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert together[0].outputs[0].token_ids == want[0, ids.shape[1] :].tolist()
+
+
+def test_batch_of_one_and_of_twenty_agree(results):
+    together, alone, _ = results
+    assert [a.outputs[0].token_ids for a in alone] == [together[i].outputs[0].token_ids for i in (0, 7, 13)]
+
+
+def test_text_is_the_decoded_tokens(results):
+    together, _, texts = results
+    assert [r.outputs[0].text for r in together] == [t.rstrip("\ufffd") for t in texts]
+    assert not any("\ufffd" in r.outputs[0].text for r in together)
