@@ -50,7 +50,9 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        sys.exit(f"make_venv: Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]}; try make PYTHON=python3.12")
+        sys.exit(
+            f"make_venv: Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]}; try make PYTHON=python3.12"
+        )
     folder, extras = Path(sys.argv[1]).resolve(), ",".join(sys.argv[2:])
     venv.EnvBuilder(with_pip=True, clear=True, symlinks=True).create(folder)
     python = folder / "bin" / "python"

@@ -122,7 +122,9 @@ def main() -> None:
     print(f"{report['cpu']}, {report['threads']} threads; decode tokens/s, median of {arguments.rounds} (min to max)")
     print(f"{'batch':>5} {'qengine ' + arguments.method + ' INT4':>26} {'transformers float32':>26} {'ratio':>7}")
     for row in rows:
-        cells = [f"{row[n]['median']:.1f} ({row[n]['min']:.1f} to {row[n]['max']:.1f})" for n in ("qengine", "transformers")]
+        cells = [
+            f"{row[n]['median']:.1f} ({row[n]['min']:.1f} to {row[n]['max']:.1f})" for n in ("qengine", "transformers")
+        ]
         print(f"{row['batch']:>5} {cells[0]:>26} {cells[1]:>26} {row['ratio']:>6.2f}x")
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

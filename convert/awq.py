@@ -17,13 +17,15 @@ from qengine.convert.scheme import Scheme
 from qengine.convert.stats import output_error
 from qengine.quant.weights import QuantizedWeight
 
-COARSE = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+COARSE = (0, 20, 40, 60, 80, 100)  # per cent
+# Output rows that the search looks at, evenly spread: more change the choice little and cost in proportion.
+MAX_ROWS = 1024
 CLIP_STEPS = tuple(1.0 - i / 20 for i in range(11))
 
 
 @dataclass(frozen=True)
 class ScaleChoice:
-    """Input scales [K] float32 of one set of linears, and the output error with them and without."""
+    """Input scales [K] float32 of linears that share an input; output error of the searched rows with and without."""
 
     scales: torch.Tensor
     ratio: float
@@ -69,6 +71,7 @@ def search_scales(
     if share is not None:
         magnitude, profile = _average(magnitude, share), _average(profile, share)
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
+    stacked = stacked[:: -(-stacked.shape[0] // MAX_ROWS)]
     seen: dict[tuple[int, bool], tuple[float, torch.Tensor]] = {}
 
     def loss_at(percent: int, duo: bool) -> float:
@@ -81,7 +84,8 @@ def search_scales(
 
     plain = loss_at(0, False)
     for duo in (False, True):
-        best = min((round(100 * r) for r in COARSE), key=lambda percent, duo=duo: loss_at(percent, duo))
+        losses = {percent: loss_at(percent, duo) for percent in COARSE}
+        best = min(losses, key=lambda percent: losses[percent])
         for offset in (-10, 10, -5, 5):
             if 0 <= best + offset <= 100:
                 loss_at(best + offset, duo)

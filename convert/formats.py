@@ -110,7 +110,7 @@ def _compressed_config(settings: ConvertSettings, plan: Plan) -> dict[str, Any]:
     by_group: dict[int, list[str]] = {}
     for name, group in plan.groups.items():
         by_group.setdefault(group, []).append(name)
-    groups = {}
+    groups: dict[str, Any] = {}
     for number, (group, names) in enumerate(sorted(by_group.items(), key=lambda item: -len(item[1]))):
         targets = ["Linear"] if len(by_group) == 1 else [f"re:^{re.escape(name)}$" for name in names]
         groups[f"group_{number}"] = {

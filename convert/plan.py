@@ -61,15 +61,11 @@ def _each_its_own(
 def _uniform(
     widths: dict[str, int], plain: dict[str, str], notes: list[str], settings: ConvertSettings
 ) -> tuple[Plan, list[str]]:
-    sizes = [g for g in (settings.group_size, *STANDARD_GROUPS) if g <= settings.group_size]
-    covered = {g: sum(width % g == 0 for width in widths.values()) for g in dict.fromkeys(sizes)}
-    group = max(covered, key=lambda g: (covered[g], g))
-    if covered[group] == 0:
-        width = next(iter(widths.values()))
-        raise UnsupportedError(
-            f"{settings.format} has one group size for all modules and none of {', '.join(map(str, covered))} divides "
-            f"in_features {width}; use --format gptq, or --group-size {fit_group([width], settings.group_size)}"
-        )
+    own = {fit_group([width], settings.group_size) for width in widths.values()}
+    common = fit_group(sorted(set(widths.values())), settings.group_size)
+    sizes = {g for g in (*own, common, *STANDARD_GROUPS) if g is not None and g <= settings.group_size}
+    covered = {g: sum(width % g == 0 for width in widths.values()) for g in sizes}
+    group = max(covered, key=lambda g: (covered[g], g in STANDARD_GROUPS, g))
     plain = dict(plain)
     for name, width in widths.items():
         if width % group:

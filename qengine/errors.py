@@ -22,7 +22,7 @@ class CheckpointError(QEngineError):
 
 
 class UnsupportedError(QEngineError):
-    """A valid checkpoint, layer or option that this engine cannot serve; the message gives the reason and the remedy."""
+    """A valid checkpoint, layer or option that this engine cannot serve; the message says why and what to do."""
 
 
 class RequestError(QEngineError, ValueError):

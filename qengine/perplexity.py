@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qengine.errors import RequestError
+from qengine.errors import QEngineError, RequestError
 from qengine.layers.attention import DenseContext
 from qengine.models import Decoder
 
@@ -48,6 +48,10 @@ def perplexity(
         raise RequestError(f"seq_len={seq_len} is more than the model's {limit} positions; lower it")
     if max_windows is not None and max_windows < 1:
         raise RequestError(f"max_windows={max_windows} scores nothing; give at least 1")
+    wrong = [token for token in token_ids if not 0 <= token < decoder.spec.vocab_size]
+    if wrong:
+        size = decoder.spec.vocab_size
+        raise RequestError(f"token id {wrong[0]} is outside the model's vocabulary of {size}; use its own tokenizer")
     count = count if max_windows is None else min(count, max_windows)
     total = 0.0
     for index in range(count):
@@ -57,6 +61,11 @@ def perplexity(
             progress(index + 1, count)
     scored = count * (seq_len - 1)
     nll = total / scored
+    if not math.isfinite(nll):
+        raise QEngineError(
+            f"the model gave a loss of {nll} (logits of inf or nan); the weights or the dtype are at fault: try "
+            "float32, and check the checkpoint with `qengine inspect`"
+        )
     return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, scored, count, seq_len)
 
 

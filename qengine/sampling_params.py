@@ -4,47 +4,69 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from qengine.errors import RequestError
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the most likely token."""
+MAX_N = 16384
+"""Most sequences of a request, as in vLLM."""
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """`value`, a Python or NumPy number, as a Python one."""
+    valid = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not valid or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         upper = "inf)" if high == math.inf else f"{high:g}]"
         raise RequestError(f"{name}={value!r} is not allowed; give a number in {bracket}{low:g}, {upper}")
+    return value if isinstance(value, (int, float)) else float(value)
 
 
-def _integer(name: str, value: Any, low: int, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+def _integer(name: str, value: Any, low: int, allowed: str) -> int:
+    """`value`, a Python or NumPy integer, as a Python one."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
         raise RequestError(f"{name}={value!r} is not allowed; give {allowed}")
+    return int(value)
 
 
 def _ids(name: str, value: Any) -> list[int]:
     """`value` as a list of token ids of 0 or more."""
-    items = [value] if isinstance(value, int) else value
+    if value is None:
+        return []
+    items = [value] if isinstance(value, Integral) else value
     if isinstance(items, (str, bytes)) or not hasattr(items, "__iter__"):
         raise RequestError(f"{name}={value!r} is not allowed; give a list of token ids")
     ids = list(items)
     for item in ids:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+        if isinstance(item, bool) or not isinstance(item, Integral) or item < 0:
             raise RequestError(f"{name} has {item!r}; give a list of token ids, whole numbers of 0 or more")
-    return ids
+    return [int(item) for item in ids]
 
 
 def _strings(name: str, value: Any) -> list[str]:
+    if value is None or value == "":
+        return []
+    if not isinstance(value, (str, Iterable)):
+        raise RequestError(f"{name}={value!r} is not allowed; give a string, or a list of strings")
     items = [value] if isinstance(value, str) else list(value)
     for item in items:
         if not isinstance(item, str) or not item:
             raise RequestError(f"{name} has {item!r}; give a string, or a list of strings that are not empty")
     return items
+
+
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 @dataclass(kw_only=True)
@@ -107,23 +129,25 @@ class SamplingParams:
         self._verify_numbers()
         self._verify_lengths()
         self._verify_lists()
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not allowed; give True or False")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text, but detokenize=False; use stop_token_ids or detokenize=True")
 
     def _verify_numbers(self) -> None:
-        _integer("n", self.n, 1, "a whole number of at least 1")
-        _number("temperature", self.temperature, 0, math.inf)
-        _number("top_p", self.top_p, 0, 1)
-        _number("min_p", self.min_p, 0, 1)
-        _integer("top_k", self.top_k, -1, "a whole number of at least 1, or 0 or -1 for no limit")
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.n = _integer("n", self.n, 1, f"a whole number from 1 to {MAX_N}")
+        if self.n > MAX_N:
+            raise RequestError(f"n={self.n} is not allowed; give a whole number from 1 to {MAX_N}")
+        self.temperature = _number("temperature", self.temperature, 0, math.inf)
+        self.top_p = _number("top_p", self.top_p, 0, 1)
+        self.min_p = _number("min_p", self.min_p, 0, 1)
+        self.top_k = _integer("top_k", self.top_k, -1, "a whole number of at least 1, or 0 or -1 for no limit")
+        self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), "a whole number, or None")
+            self.seed = _integer("seed", self.seed, -(2**63), "a whole number, or None")
             if self.seed == -1:  # vLLM's "no seed"
                 self.seed = None
             elif self.seed >= 2**64:
@@ -131,24 +155,26 @@ class SamplingParams:
 
     def _verify_lengths(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, "a whole number of at least 1, or None")
-        _integer("min_tokens", self.min_tokens, 0, "a whole number of at least 0")
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, "a whole number of at least 1, or None")
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, "a whole number of at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower one or raise the other"
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), -1, "a whole number of at least 0, -1 for all, or None")
+                value = _integer(name, getattr(self, name), -1, "a whole number of at least 0, -1 for all, or None")
+                setattr(self, name, value)
         if self.truncate_prompt_tokens is not None:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, "at least 1, -1, or None")
-            if self.truncate_prompt_tokens == 0:
+            keep = _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, "at least 1, -1, or None")
+            self.truncate_prompt_tokens = keep
+            if keep == 0:
                 raise RequestError("truncate_prompt_tokens=0 leaves no prompt; give at least 1, -1, or None")
 
     def _verify_lists(self) -> None:
-        self.stop = _strings("stop", self.stop or [])
-        self.bad_words = _strings("bad_words", self.bad_words or [])
-        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids or [])
+        self.stop = _strings("stop", self.stop)
+        self.bad_words = _strings("bad_words", self.bad_words)
+        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -175,7 +201,9 @@ def _biases(value: Any) -> dict[int, float]:
             token = int(key)
         except (TypeError, ValueError):
             raise RequestError(f"logit_bias has the key {key!r}; give token ids") from None
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias):
+        if isinstance(key, (bool, float)):
+            raise RequestError(f"logit_bias has the key {key!r}; give token ids")
+        if isinstance(bias, bool) or not isinstance(bias, Real) or not math.isfinite(bias):
             raise RequestError(f"logit_bias[{token}]={bias!r} is not allowed; give a number in [-100, 100]")
         biases[token] = min(100.0, max(-100.0, float(bias)))
     return biases

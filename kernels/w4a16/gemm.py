@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .unpack import (
     codes4,
     codes8,
+    drain,
     high_zero_pair,
     opaque,
     prefetch_lines,
@@ -218,6 +219,7 @@ def _store(yp, acc, multiplier, bp, rows, keep, HAS_BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "N8", "K", "KB", "splits", "whole"])
 def w4a16_gemm(
     x_ptr,
+    x_desc,
     w_ptr,
     sz_ptr,
     perm_ptr,
@@ -246,6 +248,8 @@ def w4a16_gemm(
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
+    TMA: tl.constexpr,
+    WGMMA: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One program computes a BM x BN tile of y, or one of `splits` parts of its K.
@@ -266,6 +270,8 @@ def w4a16_gemm(
     PDL: 0, or launched with programmatic dependent launch (compute capability 9.0): the next kernel may start when all
     programs have (1) started or (2) done their products. The weights, which no kernel writes, are fetched while the
     kernel before still runs; all that depends on it comes after the wait.
+    TMA: x comes through its tensor descriptor x_desc, with blocks of [BM, BLOCK], or of half the columns with HALVES
+    (compute capability 9.0, no perm). WGMMA: compiled for compute capability 9.0.
     """
     tile = tl.program_id(0)
     ps = 0
@@ -319,9 +325,14 @@ def w4a16_gemm(
         else:
             q = load_words(w_ptr, rows16, KB, kb)
             a = load_scales(sz_ptr, group_of(kb, 0, BLOCK, GROUP), szs, rows16, BN)
-        x = _load_x(x_ptr, perm_ptr, kb * BLOCK + cols, xrow, K, HAS_PERM, EVEN_K)
-        if HALVES:
-            x_right = _load_x(x_ptr, perm_ptr, kb * BLOCK + HALF + cols, xrow, K, HAS_PERM, EVEN_K)
+        if TMA:
+            x = tl.trans(x_desc.load([pm * BM, kb * BLOCK]))
+            if HALVES:
+                x_right = tl.trans(x_desc.load([pm * BM, kb * BLOCK + HALF]))
+        else:
+            x = _load_x(x_ptr, perm_ptr, kb * BLOCK + cols, xrow, K, HAS_PERM, EVEN_K)
+            if HALVES:
+                x_right = _load_x(x_ptr, perm_ptr, kb * BLOCK + HALF + cols, xrow, K, HAS_PERM, EVEN_K)
         left, right = weight_tile(q, a, sz_ptr, kb, szs, rows16, BITS, GROUP, BN, SCALED, ASM)
         part = acc if SCALED else zero
         if HALVES:
@@ -330,6 +341,8 @@ def w4a16_gemm(
             part = _product(side_by_side(left, right, BN, HALF), x, part, ASM)
         if SCALED:
             acc = part
+            if WGMMA:
+                drain()
         else:
             acc += part * _scale_tile(a, BN, BM)
         if PREFETCH == 1:

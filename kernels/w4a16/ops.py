@@ -12,6 +12,7 @@ import math
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qengine.kernels import turing
 from qengine.kernels.launch import Launch, pick
@@ -93,8 +94,11 @@ def _run_gemm(
     if split > 1:
         part = part.view(torch.float32)
     grid = (whole + (tiles - whole) * split,)
+    tma = launch.tma and weight.perm is None
+    width = weight.block // 2 if launch.halves else weight.block
     w4a16_gemm[grid](
         x,
+        TensorDescriptor.from_tensor(x, [launch.bm, width]) if tma else x,
         weight.words,
         weight.scales_zeros,
         weight.words if weight.perm is None else weight.perm,
@@ -123,6 +127,8 @@ def _run_gemm(
         HAS_BIAS=bias is not None,
         EVEN_K=weight.perm is None and weight.k == weight.k_padded,
         PDL=launch.pdl,
+        TMA=tma,
+        WGMMA=_device(x.device.index or 0)[0] == 90,
         ASM=True,
         num_warps=launch.warps,
         num_stages=launch.stages,

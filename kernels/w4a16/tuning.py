@@ -65,30 +65,40 @@ def time_graph(calls: Iterable[Callable[[], None]], replays: int = 5) -> float:
 
 def candidates(m: int, sm: int, smem: int, bits: int, group_size: int) -> list[Launch]:
     """Launches worth timing for a bucket of m rows, without their split."""
-    block = 512 // bits
-    fine = 0 < group_size < block
-    depths = (3, 4) if sm >= 80 else (1,)
-    found = []
-    if m <= 32:
-        bms = (8,) if m <= 8 else (16,) if m <= 16 else (32,)
-        for bm, (bn, warps), stages in itertools.product(bms, ((32, 2), (64, 2), (64, 4), (128, 4)), depths):
-            found.append(Launch(bm=bm, bn=bn, warps=warps, stages=stages, scaled=fine, halves=sm < 90 and bm > 16))
-        if sm >= 80:
-            found += [replace(c, stages=1, prefetch=p) for c in found if c.stages == depths[0] for p in (1, 2)]
-        else:
-            found = [replace(c, prefetch=1) for c in found]
+    fine = 0 < group_size < 512 // bits
+    found = _small(m, sm, fine) if m <= 32 else _large(m, sm)
+    if m >= 512:
+        found.append(Launch("dequantize"))
+    return [c for c in found if shared_bytes(c, bits) <= smem]
+
+
+def _small(m: int, sm: int, fine: bool) -> list[Launch]:
+    bm = 8 if m <= 8 else 16 if m <= 16 else 32
+    tiles = ((32, 2), (64, 2), (64, 4), (128, 4))
+    found = [Launch(bm=bm, bn=bn, warps=warps, prefetch=p) for bn, warps in tiles for p in (1, 2)]
+    if sm >= 80:
+        found += [Launch(bm=bm, bn=bn, warps=warps, stages=s) for bn, warps in tiles[1:] for s in (3, 4)]
+    if sm == 90:
+        found = [replace(c, pdl=p) for c in found for p in (0, 1, 2)]
+    return [replace(c, scaled=fine, halves=sm < 90 and bm > 16) for c in found]
+
+
+def _large(m: int, sm: int) -> list[Launch]:
+    if sm < 90:
+        tiles = ((64, 64, 4), (64, 128, 4), (64, 128, 8), (64, 256, 8))
+        depths = (2, 3) if sm >= 80 else (1,)
+        return [
+            Launch(bm=bm, bn=bn, warps=w, stages=s, prefetch=p, scaled=True, halves=True)
+            for (bm, bn, w), s, p in itertools.product(tiles, depths, (0,) if sm >= 80 else (0, 1))
+        ]
+    if m <= 64:
+        tiles = ((64, 64, 4), (64, 128, 4), (64, 128, 8))
     else:
-        tiles = [(64, 64, 4), (64, 128, 4), (64, 128, 8), (64, 256, 8)]
-        if sm >= 90 and m > 64:
-            tiles = [(128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 64, 4), (256, 128, 8)]
-        for (bm, bn, warps), stages in itertools.product(tiles, (2, 3, 4) if sm >= 80 else (1,)):
-            for halves in (False, True) if sm >= 90 else (True,):
-                found.append(Launch(bm=bm, bn=bn, warps=warps, stages=stages, scaled=True, halves=halves))
-        if m >= 512:
-            found.append(Launch("dequantize"))
-    triggers = () if sm != 90 else (1, 2) if m <= 32 else (2,)
-    fitting = [c for c in found if shared_bytes(c, bits) <= smem]
-    return fitting + [replace(c, pdl=p) for c in fitting if c.kernel == "gemm" for p in triggers]
+        tiles = ((128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8), (128, 256, 8))
+    return [
+        Launch(bm=bm, bn=bn, warps=w, stages=s, scaled=True, halves=h, pdl=2, tma=True)
+        for (bm, bn, w), s, h in itertools.product(tiles, (2, 3, 4), (False, True))
+    ]
 
 
 def with_splits(launch: Launch, m: int, n: int, k: int, bits: int, count: int) -> list[Launch]:

@@ -223,3 +223,20 @@ def prefetch_lines(block):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def drain():
+    """Wait for all of Hopper's running products (compute capability 9.0 only).
+
+    They read the weights from registers while they run. Triton 3.6 to 3.9 let a product run on into the next turn of a
+    loop, whose new weights overwrite those registers: wrong sums, seen on an H200.
+    """
+    tl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;",
+        constraints="=r",
+        args=[],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

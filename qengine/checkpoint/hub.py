@@ -14,12 +14,18 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.
 
 def resolve_folder(model: str | os.PathLike[str], revision: str | None, allow_pickle: bool) -> Path:
     """The folder of the checkpoint, downloaded first if `model` is a hub id. CheckpointError says what to do."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path}: is a file; give the folder that holds config.json and the weights")
     name = os.fspath(model)
+    if not name:
+        raise CheckpointError("the model's name is empty; give a folder or a Hugging Face model id such as 'org/name'")
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+        is_file = path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder not to be entered, ~ of an unknown user
+        raise CheckpointError(f"{name}: is no folder that can be opened ({error}); give another path") from error
+    if is_file:
+        raise CheckpointError(f"{path}: is a file; give the folder that holds config.json and the weights")
     if not _HUB_ID.match(name) or ".." in name:
         raise CheckpointError(f"{name}: no such folder, and not a Hugging Face model id such as 'org/name'")
     return _download(name, revision, allow_pickle)

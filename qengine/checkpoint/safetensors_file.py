@@ -89,13 +89,15 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 def _header_length(path: Path, size: int, head: bytes) -> int:
     if size == 0:
         raise CheckpointError(f"{path}: the file is empty (0 bytes); {AGAIN}")
-    lowered = head.lower().lstrip()
-    for magic, what in _OTHER_KINDS:
-        if lowered.startswith(magic):
-            raise CheckpointError(f"{path}: not a safetensors file but {what}")
+    length = int(struct.unpack("<Q", head[:8])[0]) if size >= 8 else 0
+    # Any two bytes may begin a header's length (640 looks like a pickle's mark): an object after it settles the matter.
+    if not (length <= MAX_HEADER_BYTES and head[8:9] == b"{"):
+        lowered = head.lower().lstrip()
+        for magic, what in _OTHER_KINDS:
+            if lowered.startswith(magic):
+                raise CheckpointError(f"{path}: not a safetensors file but {what}")
     if size < 8:
         raise CheckpointError(f"{path}: truncated: {size} bytes, a safetensors header takes at least 8; {AGAIN}")
-    length = int(struct.unpack("<Q", head[:8])[0])
     if length < 2:
         raise CheckpointError(f"{path}: not a safetensors file: its header is {length} bytes long; {AGAIN}")
     if length > MAX_HEADER_BYTES:

@@ -42,7 +42,11 @@ def convert(
     group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1 for the whole row.")] = 128,
     sym: Annotated[
         bool | None,
-        typer.Option("--sym/--asym", help="Fixed or free zero points. [default: asym; gptq: sym]", show_default=False),
+        typer.Option(
+            "--sym/--asym",
+            help="Fixed or free zero points. [default: sym for gptq and compressed-tensors]",
+            show_default=False,
+        ),
     ] = None,
     desc_act: Annotated[
         bool, typer.Option("--desc-act", help="GPTQ groups in order of importance (needs g_idx).")

@@ -89,7 +89,8 @@ def describe_cards(findings: list[Finding]) -> list[dict[str, Any]]:
         if listed:
             build = torch.version.cuda
             why = f"built for CUDA {build}, newer than the driver allows?" if build else "a CPU-only build"
-            findings.append(Finding("error", f"the driver lists {listed[0]}, but torch {torch.__version__} ({why}) sees no card: pip install a torch for your driver"))
+            text = f"the driver lists {listed[0]}, but torch {torch.__version__} ({why}) sees no card"
+            findings.append(Finding("error", f"{text}: pip install a torch build for your driver"))
         else:
             findings.append(Finding("warning", "no NVIDIA card: everything runs on the CPU reference path"))
         return []
@@ -111,10 +112,12 @@ def describe_cards(findings: list[Finding]) -> list[dict[str, Any]]:
             }
         )
         if capability < (7, 5):
-            findings.append(Finding("error", f"{properties.name} is sm_{cards[-1]['sm']}; sm_75 (Turing) or newer is needed"))
+            findings.append(
+                Finding("error", f"{properties.name} is sm_{cards[-1]['sm']}; sm_75 (Turing) or newer is needed")
+            )
         if free < total * 0.8:
-            text = f"{properties.name}: {(total - free) / 2**30:.1f} GiB are in use by other processes (nvidia-smi lists them)"
-            findings.append(Finding("warning", text))
+            text = f"{properties.name}: {(total - free) / 2**30:.1f} GiB are in use by other processes"
+            findings.append(Finding("warning", f"{text}: nvidia-smi lists them"))
     return cards
 
 
@@ -133,17 +136,26 @@ def check_versions(found: dict[str, str | None], findings: list[Finding]) -> Non
 
     from packaging.requirements import Requirement
 
-    for text in metadata.requires("qengine") or []:
+    try:
+        needs = metadata.requires("qengine") or []
+    except metadata.PackageNotFoundError:
+        text = "qengine runs from a checkout that is not installed, so versions are not checked: pip install -e ."
+        findings.append(Finding("warning", text))
+        return
+    for text in needs:
         need = Requirement(text)
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
         try:
             have = metadata.version(need.name)
         except metadata.PackageNotFoundError:
-            findings.append(Finding("error", f"{need.name} is not installed: pip install '{need.name}{need.specifier}'"))
+            findings.append(
+                Finding("error", f"{need.name} is not installed: pip install '{need.name}{need.specifier}'")
+            )
             continue
         if not need.specifier.contains(have, prereleases=True):
-            findings.append(Finding("error", f"{need.name} {have} is installed, {need.specifier} is needed: pip install -U '{need.name}{need.specifier}'"))
+            text = f"{need.name} {have} is installed, {need.specifier} is needed"
+            findings.append(Finding("error", f"{text}: pip install -U '{need.name}{need.specifier}'"))
 
 
 def check_compiler(cards: list[dict[str, Any]], findings: list[Finding]) -> None:
@@ -171,17 +183,22 @@ def show(report: dict[str, Any]) -> None:
     console = Console()
     machine = report["machine"]
     console.print(f"[bold]Machine[/]   {machine['cpu']}, {machine['threads']} threads, {' '.join(machine['vector'])}")
-    console.print(f"          {machine['available_gib']} of {machine['memory_gib']} GiB memory available; {machine['system']}")
+    console.print(
+        f"          {machine['available_gib']} of {machine['memory_gib']} GiB memory available; {machine['system']}"
+    )
     for card in report["cards"]:
         bf16 = "bfloat16" if card["bfloat16"] else "no bfloat16: float16 is used"
-        console.print(f"[bold]Card[/]      {card['name']} (sm_{card['sm']}), {card['free_gib']} of {card['memory_gib']} GiB free, {bf16}")
+        memory = f"{card['free_gib']} of {card['memory_gib']} GiB free"
+        console.print(f"[bold]Card[/]      {card['name']} (sm_{card['sm']}), {memory}, {bf16}")
         console.print(f"          driver {card['driver']}, CUDA {card['cuda']}")
     listed = ", ".join(f"{name} {value or 'missing'}" for name, value in report["versions"].items())
     console.print(f"[bold]Versions[/]  {listed}", highlight=False)
     if report["layers"]:
         table = Table("layers", "shape", "weights", "path")
         for row in report["layers"]:
-            table.add_row(f"{row['count']} x {row['name']}", f"{row['shape'][0]} x {row['shape'][1]}", row["weights"], row["path"])
+            table.add_row(
+                f"{row['count']} x {row['name']}", f"{row['shape'][0]} x {row['shape'][1]}", row["weights"], row["path"]
+            )
         console.print(table)
     for finding in report["findings"]:
         colour = "red" if finding["level"] == "error" else "yellow"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from qengine.errors import QEngineError
+
+if TYPE_CHECKING:
+    from qengine.quant import WeightSource
 
 
 def inspect(
@@ -30,13 +35,30 @@ def inspect(
     import json
 
     from qengine.checkpoint import open_checkpoint
+    from qengine.quant import open_weights
     from qengine.quant.summary import summarize
 
-    summary = summarize(open_checkpoint(model, revision=revision, allow_pickle=allow_pickle))
+    source = open_weights(open_checkpoint(model, revision=revision, allow_pickle=allow_pickle))
+    summary = summarize(source)
+    if summary["servable"]:
+        summary["reason"] = _model_refusal(source)
+        summary["servable"] = summary["reason"] is None
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:
         _print(summary)
+
+
+def _model_refusal(source: WeightSource) -> str | None:
+    """Why the weights, which can be read, make no model that can be served; None if they do."""
+    from qengine.models import model_spec
+    from qengine.models.loading import check_weights
+
+    try:
+        check_weights(source, model_spec(source.checkpoint))
+    except QEngineError as error:
+        return str(error)
+    return None
 
 
 def _print(summary: dict[str, Any]) -> None:
@@ -49,7 +71,7 @@ def _print(summary: dict[str, Any]) -> None:
     layout = summary["format"] if isinstance(summary["format"], str) else ", ".join(summary["format"] or [])
     console.print(f"[bold]{escape(summary['path'])}[/]")
     kind = f"{summary['method']} ({layout})" if summary["method"] else "not quantized"
-    console.print(f"{summary['architecture']} · {kind} · {summary['dtype']}")
+    console.print(escape(f"{summary['architecture']} · {kind} · {summary['dtype']}"))
     if summary["writer"]:
         console.print(f"written by {escape(summary['writer'])}")
     table = Table(box=None, pad_edge=False)

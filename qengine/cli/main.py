@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 from rich.console import Console
@@ -20,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
     "generate": generate.generate,
     "chat": chat.chat,

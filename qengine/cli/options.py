@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from qengine.config import all_defaults
 
@@ -96,7 +97,7 @@ def load_llm(model: str, **settings: Any) -> LLM:
         llm = LLM(model, **settings)
     for warning in caught:
         if issubclass(warning.category, UserWarning):
-            console.print(f"[yellow]warning:[/] {warning.message}", highlight=False, soft_wrap=True)
+            console.print(f"[yellow]warning:[/] {escape(str(warning.message))}", highlight=False, soft_wrap=True)
     return llm
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import platform
 from importlib import metadata
+from typing import Annotated
 
 import typer
-from typing import Annotated
 
 import qengine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from qengine.engine.block_manager import BlockManager
@@ -125,8 +125,14 @@ class Engine:
                     request.deltas.append(delta)
 
     def stream(self, request: Request) -> Iterator[StreamDelta]:
-        """What a streamed request gains, step by step; other requests advance with it. Closing it aborts."""
+        """What a streamed request gains, step by step; the others advance with it. Closing or dropping it aborts."""
+        deltas = self._stream(request)
+        next(deltas)  # a generator that never began would not abort when it is dropped
+        return deltas
+
+    def _stream(self, request: Request) -> Generator[StreamDelta]:
         try:
+            yield StreamDelta(0, "")
             while True:
                 yield from request.take_deltas()
                 if request.error is not None:

@@ -53,13 +53,24 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
         )
     max_model_len = resolve_max_model_len(settings, spec)
     tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(ckpt, settings)
+    eos_ids, bos_ids = special_tokens(ckpt, tokenizer)
     model = load_model(ckpt, dtype=dtype, device=device, progress=progress)
     plan = plan_cache(model, config, dtype, max_model_len)
     try:
         cache = KVCache.allocate(spec, plan.num_blocks, config.cache.block_size, dtype, device)
     except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
         raise CapacityError(f"the KV cache of {plan.num_blocks} blocks cannot be allocated: {error}") from error
-    limits = make_limits(ckpt, spec, tokenizer, config, plan.num_blocks, plan.max_model_len)
+    known = spec.vocab_size if tokenizer is None else min(spec.vocab_size, max(tokenizer.get_vocab().values()) + 1)
+    limits = Limits(
+        vocab_size=spec.vocab_size,
+        sample_vocab=known,
+        max_model_len=plan.max_model_len,
+        pool_tokens=plan.num_blocks * config.cache.block_size,
+        eos_ids=frozenset(t for t in eos_ids if 0 <= t < spec.vocab_size),
+        bos_id=next((t for t in bos_ids if 0 <= t < spec.vocab_size), None),
+        max_logprobs=settings.max_logprobs,
+        switch_length=spec.rope_switch_length,
+    )
     blocks = BlockManager(plan.num_blocks, config.cache.block_size, enable_prefix_caching=prefix_caching(config, spec))
     scheduler = Scheduler(
         blocks,
@@ -169,32 +180,29 @@ def load_tokenizer(ckpt: Checkpoint, settings: ModelConfig) -> Any:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # transformers raises whatever its parsers do
         raise CheckpointError(
-            f"no tokenizer can be loaded from {source}: {error}; pass tokenizer=<folder or id>, or "
-            "skip_tokenizer_init=True to work with token ids"
+            f"no tokenizer can be loaded from {source}: {' '.join(str(error).split())}; "
+            "pass tokenizer=<folder or id>, or skip_tokenizer_init=True to work with token ids"
         ) from error
 
 
-def make_limits(
-    ckpt: Checkpoint, spec: ModelSpec, tokenizer: Any, config: EngineConfig, num_blocks: int, max_model_len: int
-) -> Limits:
-    """The engine's numbers: end tokens of generation_config.json, config.json and the tokenizer, all together."""
-    eos: set[int] = set()
-    known = spec.vocab_size
-    sources = [ckpt.generation_config.get("eos_token_id"), ckpt.text_config().get("eos_token_id")]
-    bos = ckpt.text_config().get("bos_token_id")
+def special_tokens(ckpt: Checkpoint, tokenizer: Any) -> tuple[set[int], list[int]]:
+    """End tokens of generation_config.json, config.json and the tokenizer, all together; and BOS, if there is one."""
+    config = ckpt.text_config()
+    sources = [ckpt.generation_config.get("eos_token_id"), config.get("eos_token_id")]
+    bos = config.get("bos_token_id")
     if tokenizer is not None:
         sources.append(tokenizer.eos_token_id)
         bos = tokenizer.bos_token_id
-        known = min(known, max(tokenizer.get_vocab().values()) + 1)
-    for ids in sources:
-        eos.update(ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else [])
-    return Limits(
-        vocab_size=spec.vocab_size,
-        sample_vocab=known,
-        max_model_len=max_model_len,
-        pool_tokens=num_blocks * config.cache.block_size,
-        eos_ids=frozenset(t for t in eos if 0 <= t < spec.vocab_size),
-        bos_id=bos if bos is not None and 0 <= bos < spec.vocab_size else None,
-        max_logprobs=config.model.max_logprobs,
-        switch_length=spec.rope_switch_length,
-    )
+    return {token for ids in sources for token in token_ids(ids, "eos_token_id")}, token_ids(bos, "bos_token_id")
+
+
+def token_ids(value: Any, key: str) -> list[int]:
+    """A config's token id, list of them, or null, as a list. Raises CheckpointError."""
+    ids = list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise CheckpointError(
+                f"{key} is {value!r}, expected a token id or a list of them; correct config.json or "
+                "generation_config.json"
+            )
+    return ids

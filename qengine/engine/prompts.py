@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from qengine.errors import RequestError
@@ -26,7 +27,7 @@ def split_prompts(prompts: Any) -> list[Any]:
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise RequestError(f"prompts of type {type(prompts).__name__} are not known; give {FORMS}, or a list of those")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
 
@@ -36,7 +37,7 @@ def read_prompt(item: Any, tokenizer: Any) -> Prompt:
     if isinstance(item, str):
         return Prompt(encode(item, tokenizer), item)
     if isinstance(item, (list, tuple)):
-        return Prompt(list(item))
+        return Prompt(_plain_ids(item))
     if not isinstance(item, dict):
         raise RequestError(f"a prompt of type {type(item).__name__} is not known; give {FORMS}")
     unknown = set(item) - {"prompt", "prompt_token_ids", "cache_salt"}
@@ -48,10 +49,15 @@ def read_prompt(item: Any, tokenizer: Any) -> Prompt:
     if ids is not None:
         if not isinstance(ids, (list, tuple)):
             raise RequestError(f"prompt_token_ids={ids!r} is not a list of token ids")
-        return Prompt(list(ids), text, salt)
+        return Prompt(_plain_ids(ids), text, salt)
     if text is None:
         raise RequestError(f"a prompt has neither 'prompt' nor 'prompt_token_ids'; give {FORMS}")
     return Prompt(encode(text, tokenizer), text, salt)
+
+
+def _plain_ids(ids: Sequence[Any]) -> list[Any]:
+    """NumPy's integers as Python's; what is no integer stays, for the check against the vocabulary to name it."""
+    return [item if isinstance(item, bool) or not isinstance(item, Integral) else int(item) for item in ids]
 
 
 def encode(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> list[int]:
@@ -68,15 +74,17 @@ def split_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     """One conversation (a list of messages) or several, as a list of conversations. Raises RequestError."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
-    conversations = [list(messages)] if isinstance(messages[0], dict) else [list(m) for m in messages]
+    conversations = [messages] if isinstance(messages[0], dict) else messages
     for index, conversation in enumerate(conversations):
+        if not isinstance(conversation, (list, tuple)):
+            raise RequestError(f"conversation {index} is {conversation!r}, not a list of messages")
         for message in conversation:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise RequestError(
                     f"conversation {index}: the message {message!r} has no role; "
                     'give messages such as {"role": "user", "content": "Hello"}'
                 )
-    return conversations
+    return [list(conversation) for conversation in conversations]
 
 
 def render_chat(

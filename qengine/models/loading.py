@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import astuple
 
 import torch
 
@@ -18,6 +20,8 @@ from qengine.models.decoder import MLP, Attention, Decoder, DecoderLayer
 from qengine.models.registry import model_spec
 from qengine.models.spec import ModelSpec
 from qengine.quant import LinearWeight, PlainWeight, WeightSource, open_weights
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -67,13 +71,37 @@ def check_weights(source: WeightSource, spec: ModelSpec) -> None:
             _check_shape(f"{start}{name}", source.linear_shape(f"{start}{name}"), shape)
             if name in spec.biases and not source.has(f"{start}{name}.bias"):
                 raise CheckpointError(f"{start}{name}: its bias is missing from the checkpoint; download it again")
+        for norm in astuple(spec.norms):
+            if norm is not None:
+                _check_norm(source, f"{start}{norm}", spec)
+    _check_norm(source, f"{spec.prefix}norm", spec)
+    embedding, shape = f"{spec.prefix}embed_tokens", (spec.vocab_size, spec.hidden_size)
+    _check_shape(embedding, source.linear_shape(source.tied_embeddings().get(embedding, embedding)), shape)
+    if not tied_to_embedding(source, spec):
+        _check_shape(spec.head_name, source.linear_shape(spec.head_name), shape)
+
+
+def _check_norm(source: WeightSource, name: str, spec: ModelSpec) -> None:
+    info = source.checkpoint.tensors.get(f"{name}.weight")
+    if info is None:
+        raise CheckpointError(f"{name}: its weight is missing from the checkpoint; download or convert it again")
+    _check_shape(name, info.shape, (spec.hidden_size,))
 
 
 def tied_to_embedding(source: WeightSource, spec: ModelSpec) -> bool:
-    """Whether the embedding is the output head: so the config says, and the files have no quantized head."""
-    if not spec.tied_head:
+    """Whether the embedding is the output head: so the config says, and the files have no other head.
+
+    As in transformers, a head in the files that is quantized, or differs from the embedding, goes before the config.
+    """
+    if not spec.tied_head or not source.has_linear(spec.head_name):
+        return spec.tied_head
+    if source.linear_spec(spec.head_name) is not None:
         return False
-    return not (source.has_linear(spec.head_name) and source.linear_spec(spec.head_name) is not None)
+    embedding = f"{spec.prefix}embed_tokens"
+    if embedding in source.tied_embeddings():
+        return True
+    head, table = source.tensor(f"{spec.head_name}.weight"), source.tensor(f"{embedding}.weight")
+    return head.dtype == table.dtype and torch.equal(head, table)
 
 
 def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -199,6 +227,9 @@ class _Loader:
         if tied_to_embedding(self.source, spec):
             weight: LinearWeight = PlainWeight(table)
         else:
+            if spec.tied_head and self.source.linear_spec(spec.head_name) is None:
+                text = "config.json ties %s to the embedding, but the files hold a different head, which is used"
+                logger.warning(text, spec.head_name)
             _check_shape(spec.head_name, self.source.linear_shape(spec.head_name), expected)
             weight = self.source.linear(spec.head_name)
         head = Linear(spec.head_name, weight, dtype=self.dtype, device=self.device, split="columns")

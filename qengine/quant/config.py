@@ -131,7 +131,8 @@ def _integer(raw: dict[str, Any], origin: str, low: int, high: int, *keys: str) 
     value = _first(raw, *keys)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole:
         raise CheckpointError(f"{origin}: {keys[0]} is {value!r}, expected an integer from {low} to {high}")
     return int(value)
 

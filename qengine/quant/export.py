@@ -52,8 +52,10 @@ def dequantize_checkpoint(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use {', '.join(DTYPES)}")
-    if out.exists() and checkpoint.path.resolve() == out.resolve():
-        raise ConfigError(f"{out}: is the checkpoint itself; write to another folder")
+    target, origin = out.expanduser().resolve(), checkpoint.path.resolve()
+    if target == origin or target in origin.parents:
+        what = "is" if target == origin else "contains"
+        raise ConfigError(f"{out}: {what} the checkpoint itself; write to another folder")
     source = open_weights(checkpoint)
     source.check()
     entries = plain_entries(source, DTYPES[dtype])

@@ -9,19 +9,19 @@ from typing import Any
 from qengine.checkpoint import Checkpoint
 from qengine.errors import QEngineError
 from qengine.quant.reader import short
-from qengine.quant.source import WeightSource, open_weights
+from qengine.quant.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
 
-def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
-    """JSON-ready description of the checkpoint.
+def summarize(source: WeightSource) -> dict[str, Any]:
+    """JSON-ready description of a checkpoint.
 
     Keys: path, architecture, model_type, dtype, method, format, writer, config_origin, tied_embeddings, servable,
     reason (why not, or None), layers (name, shape [N, K], quantized, bits, group_size, sym, act_order, format, bias,
     bytes, error), tensors (name, dtype, shape, bytes: all that is no matrix), files (name, bytes) and totals.
     """
-    source = open_weights(checkpoint)
+    checkpoint = source.checkpoint
     text = checkpoint.text_config()
     layers = [_quantized(source, name) for name in source.quantized_modules()]
     plain, tensors = _plain(source)
@@ -30,7 +30,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
     formats = sorted({layer["format"] for layer in layers if layer["quantized"] and layer["format"]})
     return {
         "path": str(checkpoint.path),
-        "architecture": (checkpoint.config.get("architectures") or [None])[0],
+        "architecture": _architecture(checkpoint.config),
         "model_type": text.get("model_type"),
         "dtype": text.get("dtype") or text.get("torch_dtype"),
         "method": source.method,
@@ -45,6 +45,11 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
         "files": [{"name": file.name, "bytes": file.stat().st_size} for file in checkpoint.tensors.files],
         "totals": _totals(checkpoint, layers, tensors),
     }
+
+
+def _architecture(config: dict[str, Any]) -> str | None:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
 
 
 def _reason(source: WeightSource) -> str | None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-WORDS = "the whale swims under a grey sea while men row and sing of bread wind rope tar and home".split()
+WORDS = ["the", "whale", "swims", "under", "a", "grey", "sea", "while", "men", "row", "and", "sing", "of", "bread"]
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,10 @@ def test_scales_are_float16_numbers_and_products_are_exact(scheme, search):
     w = groups_of_every_kind(scheme.bits)
     scales, zeros = (search_grid if search else minmax_grid)(w, scheme)
     assert torch.equal(scales.half().float(), scales)
-    assert bool(torch.isfinite(scales).all()) and float(scales.min()) >= FP16_MIN_NORMAL
-    assert bool((zeros >= scheme.min_zero).all()) and bool((zeros <= scheme.max_code).all())
+    assert bool(torch.isfinite(scales).all())
+    assert float(scales.min()) >= FP16_MIN_NORMAL
+    assert bool((zeros >= scheme.min_zero).all())
+    assert bool((zeros <= scheme.max_code).all())
     if scheme.sym:
         assert bool((zeros == 2 ** (scheme.bits - 1)).all())
     codes = torch.arange(scheme.max_code + 1.0)
@@ -96,6 +98,7 @@ def test_search_never_loses_to_the_extremes():
     w = torch.randn(50, 2, 32, generator=torch.Generator().manual_seed(3)) ** 3
     weight = torch.rand(2, 32, generator=torch.Generator().manual_seed(4)) + 0.01
     for scheme in SCHEMES:
+
         def error(grid, scheme=scheme):
             return ((fake_quantize(w, *grid, scheme) - w).square() * weight).sum(-1)
 

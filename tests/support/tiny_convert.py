@@ -18,4 +18,6 @@ def quick_convert(folder, out, text, **options):
     """convert_checkpoint with defaults for tiny models."""
     from qengine.convert.run import convert_checkpoint
 
-    return convert_checkpoint(folder, out, calibration=text, **{"samples": 4, "seq_len": 48, "group_size": 32, **options})
+    return convert_checkpoint(
+        folder, out, calibration=text, **{"samples": 4, "seq_len": 48, "group_size": 32, **options}
+    )

@@ -1,0 +1,19 @@
+"""The packed GEMM's kernels in Triton's interpreter, on the CPU, against products in float64.
+
+The interpreter is chosen when a kernel is decorated, so the cases run in one process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "interpreter_cases.py"
+
+
+def test_every_case_agrees_in_the_interpreter() -> None:
+    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore", PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "cases passed" in done.stdout
