@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/made-from-this-pyproject
 PEERS_VENV ?= .venv-peers
 
-.PHONY: help demo test test-slow test-peers test-gpu lint types smoke bench clean
+.PHONY: help demo test test-slow test-peers test-gpu lint types smoke budget bench clean
 help:
 	@echo "make demo        convert SmolLM2-135M to AWQ and GPTQ INT4, generate from each, compare"
 	@echo "make test        the tests (about 10 minutes on 2 cores)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make lint        ruff and mypy"
 	@echo "make smoke       build the wheel, import it in a fresh environment"
+	@echo "make budget      compile the kernels for Turing, check registers, stack, shared memory, instructions"
 	@echo "make bench       CPU decode speed beside transformers"
 
 $(STAMP): pyproject.toml .ci/make_venv.py
@@ -43,6 +44,9 @@ lint types: $(STAMP)
 
 smoke: $(STAMP)
 	.ci/smoke_wheel.sh $(VENV)
+
+budget: $(STAMP)
+	$(BIN)/python benchmarks/t4_model.py --check
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_decode.py $(BENCH_ARGS)

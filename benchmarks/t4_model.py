@@ -5,7 +5,8 @@
     python benchmarks/t4_model.py --h200     # the same model with an H200's numbers, beside what was measured there
     python benchmarks/t4_model.py --json
 
-The model of a kernel: it takes as long as its slowest resource, plus a start.
+The model of a kernel: a start, its slowest resource, and a share (UNHIDDEN) of the others, which no kernel hides
+wholly. The share is what brings the H200's figures nearest to measurements; `bound` is the time with everything hidden.
 
     memory   bytes of weights, scales, x and y / (peak bandwidth x the share that a copy reaches)
     issue    instructions of the main loop, one a cycle and scheduler, x rounds of programs on a multiprocessor
@@ -22,8 +23,9 @@ import json
 import math
 import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from qengine.kernels.launch import SHARED, TABLES, Launch, pick
@@ -49,7 +51,7 @@ class Card:
 
 
 CARDS = {
-    # Datasheet; the clock is what 70 W allow under load (0.9 to 1.2 GHz are reported), the reach is the H200's, measured
+    # Datasheet; the clock is what 70 W allow under load (0.9 to 1.2 GHz are reported), the reach is the H200's
     "T4": Card(75, 40, 1.0, 320, 0.885, 5.0, 512),
     # Copy measured 4.25 TB/s of 4.8; the start is the median that the smallest measured kernels have beyond the rest
     "H200": Card(90, 132, 1.755, 4800, 0.885, 2.5, 1280, 2048),
@@ -63,11 +65,12 @@ MODELS = {
 }
 SMALL_KERNELS = 6
 ATTENTION_RATE = 0.4
+UNHIDDEN = 0.5
 BUDGET = {4: 3.5, 8: 7.0}
 VARIANTS = [(bits, group, m) for bits in (4, 8) for group in (0, 128, 64, 32, 16) for m in (1, 16, 32, 512)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _code(launch: Launch, sm: int, bits: int, group: int) -> tuple[Code, int]:
     return inspect_launch(launch, sm, bits, group)
 
@@ -79,7 +82,9 @@ def _tensor_cycles(code: Code, launch: Launch, bits: int, card: Card) -> float:
     return products / (card.wgmma if wide else card.mma)
 
 
-def kernel_time(card: Card, m: int, n: int, k: int, bits: int = 4, group: int = 128, launch: Launch | None = None) -> dict:
+def kernel_time(
+    card: Card, m: int, n: int, k: int, bits: int = 4, group: int = 128, launch: Launch | None = None
+) -> dict:
     """Microseconds of y [m, n] = x [m, k] @ W^T, by resource, with the launch that `pick` gives (or the one given)."""
     launch = launch or pick(m, n, k, group, card.sm, SHARED[card.sm], bits, card.count)
     kept = Launch(**{**asdict(launch), "split": min(launch.split, 2), "whole": 0})
@@ -87,20 +92,25 @@ def kernel_time(card: Card, m: int, n: int, k: int, bits: int = 4, group: int = 
     block = 512 // bits
     tiles = math.ceil(m / launch.bm) * math.ceil(n / launch.bn)
     turns = tiles * math.ceil(k / block)
-    busiest = math.ceil(turns / card.count) if launch.split > 1 else math.ceil(tiles / card.count) * math.ceil(k / block)
+    rounds = math.ceil(tiles / card.count) * math.ceil(k / block)
+    busiest = math.ceil(turns / card.count) if launch.split > 1 else rounds
     issue = busiest * code.main_loop().total * launch.warps / 4 / card.clock / 1e3
     tensor = busiest * _tensor_cycles(code, launch, bits, card) / card.clock / 1e3
     groups = math.ceil(k / group) if group else 1
     rereads = 1 if 2 * m * k < 2 << 20 else math.ceil(n / launch.bn) / 8
     moved = n * k * bits / 8 + groups * n * 4 + 2 * m * k * max(1, rereads) + 2 * m * n
     memory = moved / (card.peak * card.reach) / 1e3
-    total = max(issue, tensor, memory) + card.start
+    slowest = max(issue, tensor, memory)
+    bound = slowest + card.start
+    total = bound + UNHIDDEN * (issue + tensor + memory - slowest)
     weights = weights_a_turn(launch, bits)
     return {
         "m": m, "n": n, "k": k, "bits": bits, "group": group, "us": total, "memory_us": memory, "issue_us": issue,
-        "tensor_us": tensor, "bandwidth_share": moved / (total * 1e3) / card.peak,
+        "tensor_us": tensor, "bound_us": bound, "bandwidth_share": moved / (total * 1e3) / card.peak,
+        "bandwidth_bound": moved / (bound * 1e3) / card.peak,
         "tensor_share": m * n * k / (total * 1e3 * card.clock * card.count * (card.wgmma or card.mma)),
-        "registers": code.registers, "stack": code.stack, "shared": shared, "hmma": code.main_loop().of("HMMA", "HGMMA"),
+        "registers": code.registers, "stack": code.stack, "shared": shared,
+        "hmma": code.main_loop().of("HMMA", "HGMMA"),
         "instructions_a_weight": code.main_loop().total * 32 / weights, "launch": asdict(launch),
     }  # fmt: skip
 
@@ -120,15 +130,22 @@ def step_time(card: Card, name: str, m: int, context: int) -> dict:
     total = products + small + head + attention
     return {
         "model": name, "tokens": m, "context": context, "ms": total / 1e3, "linears_ms": products / 1e3,
-        "attention_ms": attention / 1e3, "head_ms": head / 1e3, "small_ms": small / 1e3, "tokens_per_s": m / total * 1e6,
+        "attention_ms": attention / 1e3, "head_ms": head / 1e3, "small_ms": small / 1e3,
+        "tokens_per_s": m / total * 1e6,
     }  # fmt: skip
+
+
+def _variant(variant: tuple[int, int, int]) -> dict:
+    bits, group, m = variant
+    return kernel_time(CARDS["T4"], m, 4096, 4096, bits, group)
 
 
 def check() -> list[str]:
     """What breaks the budget of sm_75, one line each."""
     card, wrong = CARDS["T4"], []
-    for bits, group, m in VARIANTS:
-        r = kernel_time(card, m, 4096, 4096, bits, group)
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        results = list(pool.map(_variant, VARIANTS))
+    for (bits, group, m), r in zip(VARIANTS, results, strict=True):
         name = f"{bits} bits, group {group or 'none'}, M={m} ({r['launch']['bm']}x{r['launch']['bn']})"
         print(
             f"{name:42} {r['registers']:4} registers {r['shared']:6} B shared {r['hmma']:4} HMMA "
@@ -145,10 +162,10 @@ def check() -> list[str]:
     for model, (_, _, linears, _, _) in MODELS.items():
         for n, k in linears:
             small, large = kernel_time(card, 16, n, k), kernel_time(card, 512, n, k)
-            if small["bandwidth_share"] < 0.8 and n * k > 32 << 20:
-                wrong.append(f"{model} {n}x{k} M=16: {small['bandwidth_share']:.0%} of the bandwidth; 80% are asked for")
+            if small["bandwidth_bound"] < 0.8 and n * k > 32 << 20:
+                wrong.append(f"{model} {n}x{k} M=16: {small['bandwidth_bound']:.0%} of the bandwidth; 80% are due")
             if large["tensor_share"] < 0.45:
-                wrong.append(f"{model} {n}x{k} M=512: {large['tensor_share']:.0%} of the tensor cores; 45% are asked for")
+                wrong.append(f"{model} {n}x{k} M=512: {large['tensor_share']:.0%} of the tensor cores; 45% are due")
     return wrong
 
 
@@ -166,12 +183,13 @@ def against_h200() -> list[dict]:
 
 
 def _print_kernels(rows: list[dict], measured: bool) -> None:
-    print(f"{'M':>5} {'N':>6} {'K':>6} {'us':>8} {'memory':>8} {'issue':>8} {'tensor':>8} {'GB/s %':>7} {'HMMA %':>7}", end="")
+    print(f"{'M':>5} {'N':>6} {'K':>6} {'us':>8} {'bound':>8} {'memory':>8} {'issue':>8} {'tensor':>8}", end="")
+    print(f" {'GB/s %':>7} {'HMMA %':>7}", end="")
     print(f" {'measured':>9} {'error':>6}" if measured else f" {'inst/w':>7} {'regs':>5}")
     for r in rows:
         print(
-            f"{r['m']:5} {r['n']:6} {r['k']:6} {r['us']:8.1f} {r['memory_us']:8.1f} {r['issue_us']:8.1f} "
-            f"{r['tensor_us']:8.1f} {r['bandwidth_share']:7.0%} {r['tensor_share']:7.0%}", end=""
+            f"{r['m']:5} {r['n']:6} {r['k']:6} {r['us']:8.1f} {r['bound_us']:8.1f} {r['memory_us']:8.1f} "
+            f"{r['issue_us']:8.1f} {r['tensor_us']:8.1f} {r['bandwidth_share']:7.0%} {r['tensor_share']:7.0%}", end=""
         )  # fmt: skip
         extra = f" {r.get('measured_us', 0):9.1f} {r.get('error', 0):+6.0%}"
         print(extra if measured else f" {r['instructions_a_weight']:7.2f} {r['registers']:5}")
@@ -180,7 +198,7 @@ def _print_kernels(rows: list[dict], measured: bool) -> None:
 def main() -> int:
     """Print the tables, or check the budgets; the exit status is the number of broken ones, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compile every variant for sm_75 and hold it to its budget")
+    parser.add_argument("--check", action="store_true", help="compile every variant for sm_75 against its budget")
     parser.add_argument("--h200", action="store_true", help="the model with an H200's numbers beside measurements")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()

@@ -41,10 +41,10 @@ class Code:
     loops: tuple[Loop, ...]
 
     def main_loop(self) -> Loop:
-        """The loop with the most tensor-core instructions. Raises ValueError where there is no loop."""
+        """The innermost loop with the most tensor-core instructions. Raises ValueError where there is no loop."""
         if not self.loops:
             raise ValueError("the kernel has no loop")
-        return max(self.loops, key=lambda loop: (loop.of("HMMA", "HGMMA"), loop.total))
+        return max(self.loops, key=lambda loop: (loop.of("HMMA", "HGMMA"), -loop.total))
 
 
 def _cuobjdump(option: str, cubin: bytes) -> str:

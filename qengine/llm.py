@@ -13,6 +13,7 @@ import torch
 
 from qengine.config import EngineConfig
 from qengine.engine.engine import Engine
+from qengine.engine.interrupts import uninterrupted
 from qengine.engine.loading import load_engine
 from qengine.engine.progress import generation_progress, loading_progress
 from qengine.engine.prompts import Prompt, encode, read_prompt, render_chat, split_conversations, split_prompts
@@ -240,16 +241,18 @@ class LLM:
         requests: list[Request] = []
         try:
             for index, one in enumerate(params):
-                try:
-                    requests.append(self._add(read(index), one, False))
-                except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}" if len(params) > 1 else str(error)) from error
+                with uninterrupted():
+                    try:
+                        requests.append(self._add(read(index), one, False))
+                    except RequestError as error:
+                        raise RequestError(f"prompt {index}: {error}" if len(params) > 1 else str(error)) from error
             with generation_progress(requests, show_progress) as advance:
                 while not all(request.finished for request in requests):
                     advance(engine.step())
         except BaseException:
-            for request in requests:
-                engine.abort(request)
+            with uninterrupted():
+                for request in requests:
+                    engine.abort(request)
             raise
         for request in requests:
             if request.error is not None:

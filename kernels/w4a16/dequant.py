@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Unpacking on the device: words to fp16 or bf16 rows, for products so large that cuBLAS pays for the extra pass."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """The GEMM kernel: y = x @ W^T with W packed as layout.py says. See that file for the order of the words.
 
 The weights are the left operand (y^T = W x^T): on every card a thread's 16-byte loads are the registers that `mma`
@@ -86,9 +87,7 @@ def group_of(kb, COLUMN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr)
 
 
 @triton.jit
-def _plane(
-    a, sz_ptr, kb, szs, rows16, J: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr
-):
+def _plane(a, sz_ptr, kb, szs, rows16, J: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr):
     # the scale words of plane J: for its first 16 columns and for its last; `a` are those of the block's first column
     if GROUP == 0 or GROUP >= BLOCK or 32 * J + 16 < GROUP:
         return a, a

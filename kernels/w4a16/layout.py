@@ -105,7 +105,7 @@ class W4A16Weight:
             scales, zeros = scales[:, owners], zeros[:, owners]
         elif perm is not None and bool((perm == torch.arange(k, device=perm.device)).all()):
             perm = None
-        size, scales, zeros = _servable_group(size, k if perm is None else perm.numel(), scales, zeros)
+        size, scales, zeros = _split_groups(size, k if perm is None else perm.numel(), scales, zeros)
         block = PLANE * (16 // stored)
         columns = math.ceil((k if perm is None else perm.numel()) / block) * block
         if perm is not None:
@@ -168,19 +168,29 @@ def _padded_columns(g_idx: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     return torch.cat(columns), torch.tensor(owners, device=g_idx.device), 16
 
 
-def _servable_group(
-    size: int, columns: int, scales: torch.Tensor, zeros: torch.Tensor
-) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """A group size the kernels serve (0 for a single group), with scales repeated where groups had to be split."""
+def servable_group(size: int, columns: int) -> int:
+    """The group size that the kernels serve for groups of `size` columns: 0 for one group, or a divisor of it.
+
+    Raises ValueError for sizes that 16 does not divide.
+    """
     if size >= columns:
-        return 0, scales, zeros
+        return 0
     if size >= 128 and size & (size - 1) == 0:
-        return size, scales, zeros
+        return size
     fit = next((g for g in reversed(GROUPS) if size % g == 0), None)
     if fit is None:
         raise ValueError(f"w4a16: group_size={size}; multiples of 16 are served, or -1 for one group")
-    repeats = size // fit
-    keep = math.ceil(columns / fit)
+    return fit
+
+
+def _split_groups(
+    size: int, columns: int, scales: torch.Tensor, zeros: torch.Tensor
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    # scales are repeated where a group had to be split
+    fit = servable_group(size, columns)
+    if fit in (0, size):
+        return fit, scales, zeros
+    repeats, keep = size // fit, math.ceil(columns / fit)
     return fit, scales.repeat_interleave(repeats, 1)[:, :keep], zeros.repeat_interleave(repeats, 1)[:, :keep]
 
 

@@ -22,8 +22,9 @@ from .gemm import w4a16_gemm
 from .layout import W4A16Weight
 from .ref import dequantize_ref, linear_ref
 
-SLICE_BYTES = 32 << 20
-PART_BYTES = 32 << 20
+SPACE_BYTES = 32 << 20
+LARGE_SPACE_BYTES = 256 << 20
+LARGE_CARD_BYTES = 30 << 30
 TILES = 1 << 16
 _workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -34,10 +35,16 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     key = (index, torch.cuda.current_stream(device).cuda_stream)
     if key not in _workspaces:
         _workspaces[key] = (
-            torch.empty(max(SLICE_BYTES, PART_BYTES), dtype=torch.uint8, device=device),
+            torch.empty(_space_bytes(index), dtype=torch.uint8, device=device),
             torch.zeros(TILES, dtype=torch.int32, device=device),
         )
     return _workspaces[key]
+
+
+def _space_bytes(index: int) -> int:
+    # cuBLAS loses less on whole layers than on slices of them; small cards keep the memory for the model
+    large = torch.cuda.get_device_properties(index).total_memory >= LARGE_CARD_BYTES
+    return LARGE_SPACE_BYTES if large else SPACE_BYTES
 
 
 def reserve(device: torch.device | str, stream: torch.cuda.Stream | None = None) -> int:
@@ -56,7 +63,7 @@ def _device(index: int) -> tuple[int, int, int]:
     if override:
         sm = int("".join(c for c in override if c.isdigit()))
     turing.ensure(sm)
-    smem = properties.shared_memory_per_block_optin
+    smem = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return sm, min(smem, 65536) if sm == 75 else smem, properties.multi_processor_count
 
 

@@ -1,6 +1,6 @@
 """Reference of the packed GEMM in plain torch: what every kernel of this folder is held against.
 
-    y[m, n] = sum_k x[m, perm[k]] * (q[n, k] - zero[n, g(k)]) * scale[n, g(k)] + bias[n],    g(k) = k // group_size
+y[m, n] = sum_k x[m, perm[k]] * (q[n, k] - zero[n, g(k)]) * scale[n, g(k)] + bias[n],    g(k) = k // group_size
 """
 
 from __future__ import annotations

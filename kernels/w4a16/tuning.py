@@ -84,6 +84,7 @@ def _small(m: int, sm: int, fine: bool) -> list[Launch]:
 
 
 def _large(m: int, sm: int) -> list[Launch]:
+    tiles: tuple[tuple[int, int, int], ...]
     if sm < 90:
         tiles = ((64, 64, 4), (64, 128, 4), (64, 128, 8), (64, 256, 8))
         depths = (2, 3) if sm >= 80 else (1,)
@@ -125,7 +126,7 @@ def measure(launches: Iterable[Launch], m: int, weights: list[W4A16Weight], dtyp
     out = torch.empty(m, weights[0].n, device="cuda", dtype=dtype)
     times = []
     for launch in launches:
-        calls = [lambda w=w, launch=launch: run(x, w, None, out, launch) for w in weights]  # type: ignore[misc]
+        calls = [lambda w=w, launch=launch: run(x, w, None, out, launch) for w in weights]
         try:
             times.append(time_graph(calls))
         except Exception as error:
@@ -144,9 +145,7 @@ def tune_shape(
     result = []
     for m in ms:
         launches = [
-            chosen
-            for c in candidates(m, sm, smem, bits, group_size)
-            for chosen in with_splits(c, m, n, k, bits, count)
+            chosen for c in candidates(m, sm, smem, bits, group_size) for chosen in with_splits(c, m, n, k, bits, count)
         ]
         timed = sorted(zip(measure(launches, m, weights, dtype), launches, strict=True), key=lambda t: t[0])
         result.append((m, timed))

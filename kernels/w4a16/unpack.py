@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Device functions that turn packed words into weights, each with a twin in plain Triton.
 
 Inline PTX does not run in Triton's interpreter, so every function takes a constexpr ASM: with it the PTX twin is

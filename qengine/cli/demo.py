@@ -20,7 +20,7 @@ PROMPTS = (
     "Explain what a lighthouse is for, in simple words.",
 )
 METHODS = ("awq", "gptq")
-SAMPLES, SEQ_LEN, GROUP = 32, 512, 64
+SAMPLES, SEQ_LEN, GROUP = 16, 512, 64
 EVAL_WINDOWS, EVAL_LEN = 8, 512
 STAMP = "made-by.json"
 

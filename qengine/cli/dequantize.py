@@ -44,7 +44,7 @@ def dequantize(
         TextColumn("tensors"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         dequantize_checkpoint(
             checkpoint,

@@ -177,6 +177,8 @@ def _json_prompt(line: str, place: str) -> Any:
             f'{place}: begins with "{{" but is not JSON ({error.msg} at column {error.colno}); '
             'give {"prompt": "text"}, also for a text that begins with a brace'
         ) from error
+    except RecursionError as error:
+        raise ConfigError(f'{place}: is JSON nested too deep; give {{"prompt": "text"}}') from error
     if isinstance(record.get("prompt"), str):
         return record["prompt"]
     ids = record.get("prompt_token_ids")

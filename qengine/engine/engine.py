@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from qengine.engine.block_manager import BlockManager
+from qengine.engine.interrupts import uninterrupted
 from qengine.engine.limits import Limits
 from qengine.engine.request import Request, SequenceOutput, as_logprobs
 from qengine.engine.sampler import SampleRow
@@ -100,7 +101,14 @@ class Engine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[Request]:
-        """Compute one step; returns the requests that got tokens, or ended, in it. Empty if there is nothing to do."""
+        """Compute one step; returns the requests that got tokens, or ended, in it. Empty if there is nothing to do.
+
+        Ctrl-C waits for the step's end; a second one cuts it short.
+        """
+        with uninterrupted():
+            return self._step()
+
+    def _step(self) -> list[Request]:
         if not self.scheduler.has_unfinished():
             return []
         plan = self.scheduler.schedule()
@@ -117,12 +125,13 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request at once, wherever it is; its blocks are free when this returns."""
-        for output in request.outputs:
-            if output.finish_reason is None:
-                self._end(request, output.seq)
-                delta = output.abort()
-                if request.streamed:
-                    request.deltas.append(delta)
+        with uninterrupted():
+            for output in request.outputs:
+                if output.finish_reason is None:
+                    self._end(request, output.seq)
+                    delta = output.abort()
+                    if request.streamed:
+                        request.deltas.append(delta)
 
     def stream(self, request: Request) -> Iterator[StreamDelta]:
         """What a streamed request gains, step by step; the others advance with it. Closing or dropping it aborts."""

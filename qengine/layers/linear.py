@@ -13,11 +13,18 @@ from qengine.layers.linear_fp16 import Fp16PackedLinear
 from qengine.layers.linear_impl import LinearCase, LinearImpl
 from qengine.layers.linear_int4 import CpuInt4Linear
 from qengine.layers.linear_packed import DequantizePerCall
+from qengine.layers.linear_w4a16 import FusedLinear
 from qengine.quant import LinearWeight, PlainWeight
 
 Split = Literal["replicated", "columns", "rows"]
 
-CANDIDATES: tuple[type[LinearImpl], ...] = (CpuInt4Linear, Fp16PackedLinear, DequantizePerCall, DenseLinear)
+CANDIDATES: tuple[type[LinearImpl], ...] = (
+    FusedLinear,
+    CpuInt4Linear,
+    Fp16PackedLinear,
+    DequantizePerCall,
+    DenseLinear,
+)
 """Implementations, best first: the first one without an objection is taken."""
 
 

@@ -84,8 +84,8 @@ def check_weights(source: WeightSource, spec: ModelSpec) -> None:
 def _check_norm(source: WeightSource, name: str, spec: ModelSpec) -> None:
     info = source.checkpoint.tensors.get(f"{name}.weight")
     if info is None:
-        raise CheckpointError(f"{name}: its weight is missing from the checkpoint; download or convert it again")
-    _check_shape(name, info.shape, (spec.hidden_size,))
+        raise CheckpointError(f"{name}.weight: is missing from the checkpoint; download or convert it again")
+    _check_shape(f"{name}.weight", info.shape, (spec.hidden_size,))
 
 
 def tied_to_embedding(source: WeightSource, spec: ModelSpec) -> bool:

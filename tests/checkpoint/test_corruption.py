@@ -149,3 +149,12 @@ ENTRY = st.fixed_dictionaries(
 @given(st.dictionaries(st.text(max_size=4), ENTRY | JSON, max_size=3), st.binary(max_size=40))
 def test_any_header(tmp_path_factory, header, data):
     survives(tmp_path_factory.getbasetemp() / "fuzz", made(header, data))
+
+
+@pytest.mark.parametrize("length", [640, 0x8B1F, 0x28020, 0x2800A])
+def test_a_header_length_that_looks_like_another_files_mark_is_only_a_length(tmp_path, length):
+    """640 begins with a pickle's two bytes, 0x8b1f with gzip's; spaces were skipped before looking."""
+    text = GOOD[8:HEADER_END].rstrip()
+    raw = struct.pack("<Q", length) + text.ljust(length) + GOOD[HEADER_END:]
+    checkpoint = opened(tmp_path, raw)
+    assert torch.equal(checkpoint.tensors.load("layer.weight"), DATA["layer.weight"])

@@ -325,3 +325,8 @@ def test_a_full_disk_is_said(tmp_path):
     with pytest.raises(CheckpointError, match="free space"), new_folder(tmp_path / "out"):
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "~nobody-of-this-name/model", "a" * 300, "x/" * 3000 + "y"])
+def test_names_that_are_no_path_are_refused_without_a_traceback(name):
+    rejects(name, name[:100], "give a")

@@ -1,15 +1,19 @@
 import json
 import math
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import typer
-from tiny_llm import tiny_folder
+from safetensors.torch import load_file, save_file
+from tiny_llm import copy_of, tiny_folder
 from typer.testing import CliRunner
 
 from qengine.cli.chat import chat
 from qengine.cli.evaluate import evaluate
 from qengine.cli.generate import generate, parse_prompts
+from qengine.cli.options import load_llm
 from qengine.errors import ConfigError, QEngineError, RequestError
 
 app = typer.Typer()
@@ -212,3 +216,28 @@ def test_long_windows_are_scored_in_slices():
     decoder.logits = lambda hidden: (seen.append(len(hidden)), logits(hidden))[1]
     assert perplexity(decoder, ids, 300) == whole
     assert seen == [128, 128, 43] * 3
+
+
+def test_json_nested_beyond_the_parser_is_named_by_line():
+    with pytest.raises(ConfigError, match="f, line 2: is JSON nested too deep"):
+        parse_prompts('ok\n{"prompt":' + "[" * 100_000, "f")
+
+
+def test_warnings_with_brackets_are_printed_as_they_are(folder, monkeypatch, capsys):
+    def load(model, **settings):
+        warnings.warn("card [/odd] is slow", stacklevel=2)
+
+    monkeypatch.setattr("qengine.llm.LLM", load)
+    load_llm(folder)
+    assert "warning: card [/odd] is slow" in capsys.readouterr().err
+
+
+def test_eval_of_weights_that_give_nan_is_an_error_not_a_number(folder, tmp_path):
+    copy = copy_of(Path(folder))
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    file = tmp_path / "text.txt"
+    file.write_text("some text " * 20)
+    with pytest.raises(QEngineError, match="loss of nan"):
+        run("eval", copy, "--text", file, "--seq-len", 8, "--json")

@@ -1,5 +1,6 @@
 import warnings
 
+import numpy as np
 import pytest
 
 from qengine.config import EngineConfig, all_defaults
@@ -35,11 +36,33 @@ from qengine.sampling_params import SamplingParams
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"seed": 1.5}, "seed"),
+        ({"n": 10**9}, "n=1000000000 .* 1 to 16384"),
+        ({"stop": 5}, "stop=5"),
+        ({"stop": False}, "stop=False"),
+        ({"bad_words": 5}, "bad_words=5"),
+        ({"stop_token_ids": "5"}, "stop_token_ids"),
+        ({"logit_bias": {5.7: 1}}, "logit_bias has the key 5.7"),
+        ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output"),
     ],
 )
 def test_wrong_sampling_values_are_named(values, text):
     with pytest.raises(RequestError, match=text):
         SamplingParams(**values)
+
+
+def test_numbers_of_numpy_are_taken_as_pythons():
+    params = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        max_tokens=np.int32(7),
+        seed=np.uint64(2**63),
+        stop_token_ids=np.array([3, 4]),
+        logit_bias={np.int64(5): np.float32(1)},
+    )
+    assert params == SamplingParams(
+        n=2, temperature=0.5, max_tokens=7, seed=2**63, stop_token_ids=[3, 4], logit_bias={5: 1.0}
+    )
+    assert {type(params.n), type(params.max_tokens), type(params.seed), type(params.stop_token_ids[0])} == {int}
 
 
 def test_sampling_defaults_are_vllms():

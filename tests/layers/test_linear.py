@@ -1,6 +1,7 @@
 """Implementations of linear layers against QuantizedWeight.dequantize in float64."""
 
 import platform
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from qengine.layers.linear_fp16 import Fp16PackedLinear
 from qengine.layers.linear_impl import LinearCase
 from qengine.layers.linear_int4 import CpuInt4Linear
 from qengine.layers.linear_packed import DequantizePerCall
+from qengine.layers.linear_w4a16 import FusedLinear
 from qengine.quant import PlainWeight, QuantizedWeight, QuantSpec
 
 CPU = torch.device("cpu")
@@ -151,8 +153,26 @@ def test_choice_on_a_cpu():
 def test_choice_on_a_gpu_keeps_quantized_weights_packed():
     spec = QuantSpec(4, 64, True, False, "awq", "gemm")
     case = LinearCase((64, 128), spec, torch.float16, torch.float16, torch.device("cuda"))
-    assert choose(case) is DequantizePerCall
+    assert choose(case) is FusedLinear
+    assert choose(replace(case, dtype=torch.float32)) is DequantizePerCall
+    assert choose(replace(case, shape=(60, 128))) is DequantizePerCall
+    assert choose(replace(case, quant=replace(spec, group_size=24))) is DequantizePerCall
+    assert choose(replace(case, quant=replace(spec, group_size=-1))) is FusedLinear
     assert choose(LinearCase((64, 128), None, torch.float16, torch.float16, torch.device("cuda"))) is DenseLinear
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(2, 32), (3, 64), (4, 64), (4, -1), (8, 128)])
+def test_the_packed_form_of_the_gpu_kernel_holds_the_weights(bits, group, act_order):
+    # On a CPU tensor the operator is its own plain-torch reference; the kernel is held against that on a GPU.
+    weight = make_weight(48, 256, bits=bits, group=group, order=act_order)
+    layer = FusedLinear(weight, torch.float16, CPU)
+    x = torch.randn(5, 256, dtype=torch.float16)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    if weight.bias is not None:
+        exact = exact + weight.bias.double()
+    error = (layer(x).double() - exact).norm() / exact.norm()
+    assert error < 1e-3
 
 
 def test_without_a_fitting_implementation_all_reasons_are_given():
@@ -168,7 +188,7 @@ def test_without_a_fitting_implementation_all_reasons_are_given():
 def test_every_candidate_has_a_name_of_its_own_and_describes_itself():
     assert len({candidate.name for candidate in CANDIDATES}) == len(CANDIDATES)
     for candidate in CANDIDATES:
-        layer = candidate(make_weight(32, 64), torch.float32, CPU)
+        layer = candidate(make_weight(32, 64), torch.float16 if candidate is FusedLinear else torch.float32, CPU)
         assert layer.describe()
         assert layer.nbytes() >= 32 * 64 // 2
         assert layer.shape == (32, 64)

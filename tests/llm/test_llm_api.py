@@ -1,8 +1,10 @@
 import math
+import signal
 import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from tiny_llm import copy_of, reference_greedy, tiny_folder
@@ -464,3 +466,70 @@ def test_importing_qengine_is_light():
     code = "import sys, qengine; qengine.__version__; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_integers_of_numpy_are_token_ids(llm):
+    want = llm.generate([[5, 6]], greedy())[0].outputs[0].token_ids
+    ids = list(np.array([5, 6]))
+    for prompts in (ids, [ids], {"prompt_token_ids": ids}):
+        assert llm.generate(prompts, greedy())[0].outputs[0].token_ids == want
+
+
+def test_a_conversation_that_is_no_list_is_named(llm):
+    with pytest.raises(RequestError, match="conversation 1 is 5"):
+        llm.chat([[{"role": "user", "content": "x"}], 5], greedy())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_dropped_stream_aborts_even_if_it_never_began(llm, begun):
+    stream = llm.stream("a", forever())
+    if begun:
+        next(stream)
+    assert llm.engine.has_unfinished()
+    del stream
+    assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("place", ["schedule", "commit", "finish"])
+def test_ctrl_c_amid_the_engines_books_waits_for_the_step(llm, monkeypatch, place):
+    """A signal arrives between any two lines; in half-made books it would leave blocks and sequences behind."""
+    want = llm.generate(["x", "y"], forever())[1].outputs[0].token_ids
+    scheduler = llm.engine.scheduler
+    original, calls = getattr(scheduler, place), []
+
+    def interrupted(*arguments):
+        calls.append(place)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["x", "y"], forever(n=3))
+    llm.engine.check_integrity()
+    assert not llm.engine.has_unfinished()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate(["x", "y"], forever())[1].outputs[0].token_ids == want
+
+
+@pytest.mark.parametrize("eos", ["</s>", [[2]], 2.5])
+def test_end_tokens_that_are_no_ids_are_refused_before_weights_are_loaded(folder, monkeypatch, eos):
+    monkeypatch.setattr("qengine.engine.loading.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(CheckpointError, match="eos_token_id is"):
+        LLM(copy_of(folder, generation_config={"eos_token_id": eos}))
+
+
+def test_a_tokenizer_error_is_one_line(folder):
+    other = copy_of(folder)
+    for file in other.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer can be loaded") as caught:
+        LLM(other)
+    assert "\n" not in str(caught.value)
+
+
+def test_perplexity_names_ids_outside_the_vocabulary(llm):
+    for wrong in (-1, 320):
+        with pytest.raises(RequestError, match=f"token id {wrong} is outside"):
+            llm.perplexity([5, wrong] * 8, 8)

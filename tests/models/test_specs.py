@@ -247,3 +247,41 @@ def test_progress_is_reported(llama):
     seen = []
     load_model(open_checkpoint(llama[1]), dtype=torch.float32, device="cpu", progress=lambda *x: seen.append(x))
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm", "model.embed_tokens", "lm_head", "model.layers.2.post_attention_layernorm"]
+)
+@pytest.mark.parametrize("shape", [None, (3, 3)])
+def test_parts_outside_the_linears_are_checked_before_a_weight_is_read(llama, monkeypatch, name, shape):
+    def change(tensors):
+        del tensors[f"{name}.weight"]
+        if shape:
+            tensors[f"{name}.weight"] = torch.zeros(shape)
+
+    _edit_tensors(llama[1], change)
+    checkpoint = open_checkpoint(llama[1])
+    monkeypatch.setattr(checkpoint.tensors, "load", lambda name, rows=None: pytest.fail(f"{name} was read"))
+    with pytest.raises(CheckpointError, match=name):
+        load_model(checkpoint, dtype=torch.float32, device="cpu")
+
+
+def test_a_head_of_its_own_goes_before_a_config_that_ties_it_as_in_transformers():
+    reference, folder = tiny("smollm2")
+    ids = torch.randint(3, 96, (9,))
+    tied = dense_logits(load(folder), ids)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    _edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": table.clone()}))
+    assert torch.equal(dense_logits(load(folder), ids), tied)
+    _edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": table.flip(0).contiguous()}))
+    expected = reference_logits(type(reference).from_pretrained(folder), ids)
+    assert (expected - tied).abs().max() > 0.1
+    assert (dense_logits(load(folder), ids) - expected).abs().max() < 1e-4
+
+
+def test_smollm3_without_a_list_leaves_out_every_nth_rotation():
+    reference, folder = tiny("smollm3")
+    _edit(folder, remove=["no_rope_layers"])
+    assert [layer.rope is None for layer in load(folder).spec.layers] == [False, True, False, True, False]
+    ids = torch.randint(3, 96, (20,))
+    assert (dense_logits(load(folder), ids) - reference_logits(reference, ids)).abs().max() < 1e-4

@@ -1,6 +1,7 @@
 """`qengine dequantize` writes a plain folder that transformers loads, with the values of the quantized one."""
 
 import json
+import shutil
 
 import pytest
 import slow_formats as slow
@@ -174,3 +175,13 @@ def test_integer_tensors_stay_as_they_are(tmp_path):
     )
     dequantize_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "out", dtype="bfloat16")
     assert torch.equal(open_checkpoint(tmp_path / "out").tensors.load("position_ids"), torch.arange(4))
+
+
+@pytest.mark.parametrize("inside", [".", "model"])
+def test_force_never_replaces_the_checkpoint_or_a_folder_around_it(tmp_path, inside):
+    folder = tmp_path / inside
+    shutil.copytree(vector_path("autoawq-gemm-g64"), folder, dirs_exist_ok=True)
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="the checkpoint itself"):
+        dequantize_checkpoint(open_checkpoint(folder), tmp_path, force=True)
+    assert (folder / "model.safetensors").read_bytes() == before

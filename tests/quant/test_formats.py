@@ -9,6 +9,8 @@ import torch
 
 from qengine.checkpoint import open_checkpoint
 from qengine.quant import PlainWeight, open_weights
+from qengine.quant.config import parse_quant_config
+from qengine.quant.overrides import module_setting
 
 LAYER = "model.layers.0.self_attn.q_proj"
 GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
@@ -472,3 +474,10 @@ def test_config_names_the_wrong_method(tmp_path, caplog, declared, real):
         source = opened(slow.write_checkpoint(tmp_path, slow.prefixed(LAYER, tensors), quant))
         assert_layer(source, q, z, s, contiguous(64, 32))
     assert f"the tensors have {real}'s shapes" in caplog.text
+
+
+def test_dynamic_patterns_are_anchored_at_the_start_and_the_first_match_wins():
+    rules = {"mlp": {"bits": 8}, "-:model.layers.0.mlp": {}, "+:model.layers.*": {"bits": 3}, "model": {"bits": 2}}
+    config = parse_quant_config({"quant_method": "gptq", "bits": 4, "dynamic": rules}, "config.json")
+    names = ("model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj", "model.norm", "lm_head")
+    assert [module_setting(config, name, "bits", 4) for name in names] == [3, 4, 2, 4]

@@ -1,6 +1,7 @@
 """`qengine inspect`: complete as JSON, compact as a table, and it explains what it refuses."""
 
 import json
+import shutil
 
 import pytest
 import slow_formats as slow
@@ -85,3 +86,22 @@ def test_what_cannot_be_served_is_still_described(tmp_path):
     text = run(folder)
     assert "cannot be served" in text
     assert "marlin" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
+        ({"architectures": {"a": 1}}, "architectures is"),
+        ({"architectures": 5}, "architectures is 5"),
+        ({"hidden_size": 64}, "q_proj: its weight is"),
+    ],
+)
+def test_weights_that_make_no_servable_model_are_not_called_servable(tmp_path, changes, words):
+    shutil.copytree(vector_path("autoawq-gemm-g64"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    summary = json.loads(run(tmp_path, "--json"))
+    assert summary["servable"] is False
+    assert words in summary["reason"]
+    assert json.loads(run(vector_path("autoawq-gemm-g64"), "--json"))["servable"] is True

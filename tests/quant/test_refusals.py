@@ -217,6 +217,8 @@ def test_int8_values_beyond_their_bits(tmp_path):
     ("quant", "words"),
     [
         ({**GPTQ, "bits": "four"}, "bits is 'four'"),
+        ({**GPTQ, "bits": float("nan")}, "bits is nan"),
+        ({**GPTQ, "bits": float("inf")}, "bits is inf"),
         ({**GPTQ, "group_size": -7}, "group_size is -7"),
         ({**GPTQ, "group_size": "128"}, "group_size is '128'"),
         ({**GPTQ, "quant_method": 4}, "quant_method is 4"),

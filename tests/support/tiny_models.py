@@ -112,7 +112,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 @torch.no_grad()
 def dense_logits(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
     """Logits [L, V] of one prompt [L], without a cache."""
-    positions = torch.arange(len(ids))
+    positions = torch.arange(len(ids), device=ids.device)
     return model.logits(model.forward(ids, positions, DenseContext(1, len(ids))))
 
 
