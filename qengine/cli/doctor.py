@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -86,7 +87,10 @@ def describe_cards(findings: list[Finding]) -> list[dict[str, Any]]:
 
     listed = nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader")
     if not torch.cuda.is_available():
-        if listed:
+        if listed and os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+            text = f"CUDA_VISIBLE_DEVICES hides {listed[0]}: everything runs on the CPU reference path"
+            findings.append(Finding("warning", text))
+        elif listed:
             build = torch.version.cuda
             why = f"built for CUDA {build}, newer than the driver allows?" if build else "a CPU-only build"
             text = f"the driver lists {listed[0]}, but torch {torch.__version__} ({why}) sees no card"

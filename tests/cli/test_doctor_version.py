@@ -63,7 +63,8 @@ def test_doctor_says_which_path_each_layer_takes():
     assert "self_attn.q_proj" in text
 
 
-def test_doctor_finds_a_bad_checkpoint(tmp_path):
+def test_doctor_finds_a_bad_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda *a: [])
     (tmp_path / "config.json").write_text("[]")
     result = run("doctor", str(tmp_path), "--json")
     assert result.exit_code == 1
@@ -118,6 +119,11 @@ def test_doctor_sees_a_torch_that_cannot_use_the_card(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "nvidia_smi", lambda *a: ["Tesla T4, 535.1"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    findings = []
+    assert doctor.describe_cards(findings) == []
+    assert [(f.level, f.text[:26]) for f in findings] == [("warning", "CUDA_VISIBLE_DEVICES hides")]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     findings = []
     assert doctor.describe_cards(findings) == []
     assert [f.level for f in findings] == ["error"]
