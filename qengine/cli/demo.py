@@ -120,7 +120,7 @@ def measure(folder: str, max_tokens: int) -> dict[str, Any]:
     from qengine import LLM, SamplingParams
 
     start = time.perf_counter()
-    llm = LLM(folder, max_model_len=1024, seed=0)
+    llm = LLM(folder, max_model_len=1024, cpu_kv_cache_gib=0.25, seed=0)
     loaded = time.perf_counter() - start
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]

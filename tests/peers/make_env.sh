@@ -13,8 +13,8 @@ fi
 "$python" -m venv "$folder"
 constraint=$folder/constraint.txt
 echo "torch==2.13.0" >"$constraint"
-"$folder/bin/pip" install -q torch==2.13.0 || "$folder/bin/pip" install -q torch==2.13.0 \
-    --index-url https://download.pytorch.org/whl/cpu
+"$folder/bin/pip" install -q --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu \
+    torch==2.13.0+cpu || "$folder/bin/pip" install -q torch==2.13.0
 PIP_CONSTRAINT=$constraint "$folder/bin/pip" install -q \
     gptqmodel==7.6.0 optimum==2.3.0 transformers==5.17.0 compressed-tensors==0.19.0 accelerate safetensors
 touch "$folder/.complete"
