@@ -166,6 +166,10 @@ def show(results: dict[str, dict[str, Any]], folders: dict[str, Path]) -> None:
     row(f"peak memory of the {first['peak_memory_of']}, MB", "peak_memory_bytes", ".0f", mb)
     row("load, s", "load_s", ".1f")
     console.print(costs)
+    if first["peak_memory_of"] == "process":
+        console.print(
+            "On a CPU, INT4 weights are unpacked once, into float16; on a GPU they stay packed.", soft_wrap=True
+        )
     for name, folder in folders.items():
         console.print(f"{name:9} {folder}", soft_wrap=True, highlight=False)
     console.print(f"Next: qengine chat {folders['awq']}", soft_wrap=True, highlight=False)
