@@ -12,6 +12,7 @@ import torch
 
 from qengine import __version__
 from qengine.checkpoint import Checkpoint, open_checkpoint
+from qengine.checkpoint.writer import refuse_source_as_target
 from qengine.convert.calibration import load_tokenizer, read_documents, sample_windows, start_tokens, tokenize
 from qengine.convert.emit import Emitter, estimate_bytes
 from qengine.convert.folding import find_folds, stages
@@ -61,6 +62,7 @@ def convert_checkpoint(
     settings = resolve_settings(**options)
     started = time.monotonic()
     checkpoint = open_checkpoint(model)
+    refuse_source_as_target(Path(out), checkpoint.path)
     source = open_weights(checkpoint)
     if source.method is not None:
         raise UnsupportedError(

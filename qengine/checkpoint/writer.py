@@ -98,6 +98,14 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def refuse_source_as_target(out: Path, source: Path) -> None:
+    """Raise ConfigError if writing folder `out` would replace `source`, the checkpoint read, or a folder around it."""
+    target, origin = out.expanduser().resolve(), source.resolve()
+    if target == origin or target in origin.parents:
+        what = "is" if target == origin else "contains"
+        raise ConfigError(f"{out}: {what} the checkpoint itself; write to another folder")
+
+
 @contextmanager
 def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
     """A hidden folder beside `out` to write into; it becomes `out` when the block ends well, and goes when it does not.

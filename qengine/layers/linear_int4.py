@@ -4,8 +4,8 @@ The kernel computes x V^T with V[n, k] = (q[n, k] - 8) * scale[g, n] + zero[g, n
 float32 V is (q - z) * scale: (q - 8) * scale has at most 4 + 11 bits, so neither product rounds, and the sum is exact.
 QuantizedWeight.dequantize rounds that to the scales' dtype, so both agree wherever the product fits in it.
 
-On x86 torch has vector code for bfloat16 inputs only; float32 goes value by value, measured 12 to 100 times slower than
-the dense product (torch 2.13, AVX2). On ARM all dtypes have vector code. In bfloat16, scale and zero are rounded. On
+On x86 torch has vector code for bfloat16 inputs only; float32 goes value by value, many times slower than the dense
+product (seen with torch 2.13 on AVX2). On ARM all dtypes have vector code. In bfloat16, scale and zero are rounded. On
 bfloat16 inputs the kernel was faster than torch's product with a dense bfloat16 weight at every size from 1 row to 256,
 so prompts go through it too.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qengine.checkpoint import Checkpoint
-from qengine.checkpoint.writer import SHARD_BYTES, Entry, new_folder, write_json, write_shards
+from qengine.checkpoint.writer import SHARD_BYTES, Entry, new_folder, refuse_source_as_target, write_json, write_shards
 from qengine.errors import CheckpointError, ConfigError
 from qengine.quant.reader import short
 from qengine.quant.source import WeightSource, open_weights
@@ -52,10 +52,7 @@ def dequantize_checkpoint(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use {', '.join(DTYPES)}")
-    target, origin = out.expanduser().resolve(), checkpoint.path.resolve()
-    if target == origin or target in origin.parents:
-        what = "is" if target == origin else "contains"
-        raise ConfigError(f"{out}: {what} the checkpoint itself; write to another folder")
+    refuse_source_as_target(out, checkpoint.path)
     source = open_weights(checkpoint)
     source.check()
     entries = plain_entries(source, DTYPES[dtype])

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,3 +130,16 @@ def test_interrupted_from_the_keyboard(tmp_path):
     _, errors = process.communicate()
     assert "KeyboardInterrupt" in errors
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["folder", "parent", "link"])
+def test_the_source_is_never_replaced(tmp_path, text_file, place):
+    _, made = convertible()
+    folder = tmp_path / "models" / "source"
+    shutil.copytree(made, folder)
+    (tmp_path / "link").symlink_to(folder)
+    before = sorted(os.listdir(folder))
+    out = {"folder": folder, "parent": folder.parent, "link": tmp_path / "link"}[place]
+    with pytest.raises(ConfigError, match=r"the checkpoint itself; write to another folder"):
+        quick_convert(folder, out, text_file, method="rtn", force=True)
+    assert sorted(os.listdir(folder)) == before
