@@ -1,26 +1,34 @@
 """Time the packed INT4 GEMM and its peers on this GPU, side by side in one run.
 
-    python benchmarks/gemm.py --out benchmarks/results
+    python benchmarks/gemm.py                      # measure, write benchmarks/results/gemm.{json,md,png} and READMEs
+    python benchmarks/gemm.py --peers tinygemm     # with these peers only
+    python benchmarks/gemm.py --report             # write the tables and the plot from gemm.json again; no GPU
 
 Every product is timed in a CUDA graph over as many different weights as defeat the cache, the median of the replays;
-the bandwidth of a large copy is measured first. Peers: cuBLAS in fp16, torch's tinygemm (`_weight_int4pack_mm`, bf16),
-and gemlite where it is installed. Writes gemm.json (figures, GPU, versions, commit), gemm.md and gemm.png.
+the bandwidth of a large copy is measured first. Peers: cuBLAS in fp16, always; torch's tinygemm
+(`_weight_int4pack_mm`, bf16) and gemlite (`pip install gemlite`) where they are there. gemm.json has the GPU, versions,
+the command as it was run and the commit: of the checkout, or of QENGINE_COMMIT where the files were copied without git.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import gemm_report
 import torch
 import triton
 
-from qengine.kernels.w4a16 import W4A16Weight, w4a16_linear
+from qengine.kernels.w4a16 import W4A16Weight, dequantize_ref, w4a16_linear
 from qengine.kernels.w4a16.ops import choose, run
 from qengine.kernels.w4a16.tuning import random_weight, time_graph, weight_sets
 
@@ -29,9 +37,9 @@ MODELS = {
     "Qwen2.5-7B": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-SLOW_PEER_ROWS = 256
-BARS = {1: 45.0, 16: 48.0, 64: 85.0, 256: 190.0}
-Call = Callable[[], None]
+# peers are timed at these rows: tinygemm's time grows with every row, gemlite tunes for each number of rows
+PEER_ROWS = {"tinygemm": (1, 2, 4, 8, 16, 32, 64, 128, 256), "gemlite": (1, 16, 64, 256)}
+Call = Callable[[], object]
 
 
 def copy_bandwidth() -> float:
@@ -77,7 +85,7 @@ def tinygemm(m: int, n: int, k: int, sets: int) -> list[Call]:
 
 
 def gemlite(m: int, n: int, k: int, sets: int) -> list[Call]:
-    """gemlite's A16W4 linear with its shipped tables."""
+    """gemlite's A16W4 linear, after its own fast tuning."""
     from gemlite import set_autotune
     from gemlite.core import DType, GemLiteLinearTriton
 
@@ -95,11 +103,27 @@ def gemlite(m: int, n: int, k: int, sets: int) -> list[Call]:
     return [lambda layer=layer: layer(x) for layer in layers]
 
 
+PEERS = {"tinygemm": tinygemm, "gemlite": gemlite}
+
+
+def versions_of(wanted: list[str]) -> dict[str, str]:
+    """Version of each wanted peer that is installed; what is not is named on the terminal and left out."""
+    found = {}
+    for name in wanted:
+        if name not in PEERS:
+            sys.exit(f"--peers: {name!r} is not known; known are {', '.join(PEERS)}")
+        if name == "tinygemm":
+            found[name] = f"torch {torch.__version__}"
+        elif importlib.util.find_spec(name):
+            found[name] = importlib.metadata.version(name)
+        else:
+            print(f"{name} is not installed and is left out; pip install {name}", flush=True)
+    return found
+
+
 def check(n: int, k: int) -> float:
     """Relative error of the engine's product against float64, on the shapes that are timed."""
     weight = random_weight(n, k, 4, 128)
-    from qengine.kernels.w4a16 import dequantize_ref
-
     plain = dequantize_ref(weight).double()
     worst = 0.0
     for m in (1, 16, 64, 256, 2048):
@@ -125,92 +149,66 @@ def measure(peers: list[str], batches: tuple[int, ...]) -> list[dict]:
                 row = {"model": model, "n": n, "k": k, "m": m, "error": error}
                 row["qengine"] = time_graph(ours(m, some), replays=15)
                 row["cublas_fp16"] = time_graph(cublas(m, n, k))
-                if "tinygemm" in peers and m <= SLOW_PEER_ROWS:
-                    row["tinygemm"] = time_graph(tinygemm(m, n, k, sets))
-                if "gemlite" in peers and m in (1, 16, 64, 256):
-                    row["gemlite"] = time_graph(gemlite(m, n, k, sets))
+                for peer in peers:
+                    if m in PEER_ROWS[peer]:
+                        row[peer] = time_graph(PEERS[peer](m, n, k, sets))
                 rows.append(row)
                 print(json.dumps({a: round(b, 5) if isinstance(b, float) else b for a, b in row.items()}), flush=True)
             del weights
     return rows
 
 
-def sums(rows: list[dict]) -> list[dict]:
-    """The four linears of a layer added up, for each model and batch."""
-    found = []
-    for model in MODELS:
-        for m in sorted({r["m"] for r in rows}):
-            group = [r for r in rows if r["model"] == model and r["m"] == m]
-            names = [p for p in ("qengine", "cublas_fp16", "gemlite", "tinygemm") if all(p in r for r in group)]
-            total = {p: sum(r[p] for r in group) for p in names}
-            floor = sum(r["n"] * r["k"] * (0.5 + 4 / 128) for r in group)
-            found.append({"model": model, "m": m, "weight_bytes": floor, **total})
-    return found
-
-
-def table(layer: list[dict], bandwidth: float) -> str:
-    """The sums as a Markdown table."""
-    lines = ["| model | M | floor | qengine | cuBLAS fp16 | gemlite | tinygemm | bar |", "|---" * 8 + "|"]
-    for r in layer:
-        cells = [f"{r[p]:.1f}" if p in r else "" for p in ("qengine", "cublas_fp16", "gemlite", "tinygemm")]
-        bar = str(BARS.get(r["m"], "")) if r["model"] == "Llama-2-7B" else ""
-        floor = r["weight_bytes"] / bandwidth / 1e6
-        lines.append(f"| {r['model']} | {r['m']} | {floor:.1f} | " + " | ".join([*cells, bar]) + " |")
-    return "\n".join(lines)
-
-
-def plot(layer: list[dict], path: Path) -> None:
-    """Time against batch, one panel a model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(MODELS), figsize=(11, 4.2), sharey=True)
-    for axis, model in zip(axes, MODELS, strict=True):
-        for peer, style in (("qengine", "o-"), ("cublas_fp16", "s--"), ("gemlite", "^:"), ("tinygemm", "v:")):
-            points = [(r["m"], r[peer]) for r in layer if r["model"] == model and peer in r]
-            if points:
-                axis.loglog(*zip(*points, strict=True), style, base=2, label=peer)
-        axis.set(title=f"{model}, four linears, group 128", xlabel="rows of x (M)", ylabel="microseconds")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def commit() -> str:
-    """The checkout's commit, or "unknown" outside one."""
-    command = ["git", "rev-parse", "--verify", "-q", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "unknown"
+    """QENGINE_COMMIT, or the checkout's commit, with "-dirty" where tracked files differ from it.
+
+    Exits where neither is there: a result that does not say what was measured cannot be repeated.
+    """
+    given = os.environ.get("QENGINE_COMMIT", "").strip()
+    if given:
+        return given
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    head = git("rev-parse", "--verify", "-q", "HEAD")
+    if not head:
+        sys.exit("benchmarks/gemm.py: not a git checkout; set QENGINE_COMMIT to the commit that is measured")
+    return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def describe(versions: dict[str, str]) -> dict:
+    """What a result says of its run."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name, "sm": properties.major * 10 + properties.minor, "torch": torch.__version__,
+        "triton": triton.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+        "commit": commit(), "command": shlex.join(sys.orig_argv), "peers": versions,
+    }  # fmt: skip
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--peers", default="gemlite,tinygemm", help="which to time, by commas; cuBLAS always is")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which to time, by commas; cuBLAS always is")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="rows of x, by commas")
+    parser.add_argument("--report", action="store_true", help="only write tables and plot from the gemm.json there is")
     options = parser.parse_args()
+    if options.report:
+        gemm_report.write(json.loads((options.out / "gemm.json").read_text()), options.out)
+        return
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/gemm.py needs a CUDA device")
+        sys.exit("benchmarks/gemm.py needs a CUDA device; --report writes tables from gemm.json without one")
+    versions = versions_of([p for p in options.peers.split(",") if p])
+    about = describe(versions)
     bandwidth = copy_bandwidth()
-    rows = measure(options.peers.split(","), tuple(int(m) for m in options.batches.split(",")))
-    layer = sums(rows)
-    text = table(layer, bandwidth)
-    properties = torch.cuda.get_device_properties(0)
-    result = {
-        "gpu": properties.name, "sm": properties.major * 10 + properties.minor, "copy_tb_per_s": bandwidth,
-        "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
-        "python": platform.python_version(), "commit": commit(), "command": "python " + " ".join(sys.argv),
-        "bars_us": BARS, "layers": layer, "rows": rows,
-    }  # fmt: skip
+    rows = measure(list(versions), tuple(int(m) for m in options.batches.split(",")))
+    layers = gemm_report.sums(rows)
+    result = {**about, "copy_tb_per_s": bandwidth, "bars_us": gemm_report.BARS, "layers": layers, "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "gemm.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "gemm.md").write_text(f"{properties.name}, copy {bandwidth:.2f} TB/s, microseconds\n\n{text}\n")
-    plot(layer, options.out / "gemm.png")
-    print(f"copy {bandwidth:.2f} TB/s\n{text}")
+    gemm_report.write(result, options.out)
 
 
 if __name__ == "__main__":

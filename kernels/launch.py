@@ -1,7 +1,8 @@
 """Which kernel, with which launch parameters, serves a linear layer: one pure function, `pick`.
 
-It reads a table measured on the same compute capability (`launch_tables/sm*.json`, or one that `qengine tune` wrote for
-this very card) and falls back to a rule where the table says nothing. Nothing here asks for a device.
+It reads a table that `qengine tune` wrote for this very kind of card, then the shipped one of the same compute
+capability (`launch_tables/sm*.json`: measured for 9.0, from the cost model for the others), and falls back to a rule
+where both say nothing. Nothing here asks for a device.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Launch:
     kernel: "gemm" (fused), or "dequantize" (weights to fp16 a slice at a time, each multiplied by cuBLAS).
     bm, bn: tile of y, tokens by outputs. split: parts of K summed in order. whole: tiles computed in one part all
     the same, so that only the last, incomplete round of programs is split. warps, stages: of each program.
-    prefetch, scaled, halves, pdl, tma: see w4a16_gemm.
+    prefetch, scaled, halves, pdl, tma, overlap, spread: see w4a16_gemm.
     """
 
     kernel: str = "gemm"
@@ -42,6 +43,8 @@ class Launch:
     halves: bool = False
     pdl: int = 0
     tma: bool = False
+    overlap: bool = False
+    spread: bool = False
 
 
 def bucket(m: int) -> int:
@@ -55,11 +58,16 @@ def pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int = 4, 
     smem: bytes of shared memory a program may use. bits: 4 or 8 as packed. sm_count: multiprocessors, or None for the
     capability's usual card. Pure: the same arguments give the same launch as long as the tables do not change.
     """
-    count = sm_count or SM_COUNT.get(sm, 108)
-    row = _from_table(bucket(m), n, k, group, sm, bits)
+    return _pick(m, n, k, group, sm, smem, bits, sm_count or SM_COUNT.get(sm, 108))
+
+
+@functools.lru_cache(16384)
+def _pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int, count: int) -> Launch:
+    row = _from_table(bucket(m), n, k, group, sm, bits, count)
     launch = Launch(**row["launch"]) if row else _rule(m, sm)
     if launch.kernel == "gemm":
-        same = row is not None and (row["n"], row["k"]) == (n, k)
+        # a split fills one card's multiprocessors with one shape's tiles: for others it is computed anew
+        same = row is not None and (row["n"], row["k"], row["count"]) == (n, k, count)
         launch = _fit(launch, n, k, m, group, bits, sm, smem, count, keep_split=same)
     return launch
 
@@ -67,7 +75,8 @@ def pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int = 4, 
 def shared_bytes(launch: Launch, bits: int) -> int:
     """Upper estimate of the shared memory a launch takes: copies in flight, or the tile on its way out."""
     block = 512 // bits
-    stage = launch.bm * block * 2 + (launch.bn * 64 + launch.bn * 16 if launch.stages > 1 else 0)
+    words = launch.stages > 1 and not launch.overlap
+    stage = launch.bm * block * 2 + (launch.bn * 64 + launch.bn * 16 if words else 0)
     return max(stage * max(launch.stages, 1) + 2048, launch.bm * launch.bn * 4 + 1024)
 
 
@@ -115,8 +124,9 @@ def _fit(
         values["stages"] = 1
     values["pdl"] = values["pdl"] if sm == 90 else 0
     values["tma"] = values["tma"] and sm == 90
-    while values["stages"] > 1 and shared_bytes(Launch(**values), bits) > smem:
-        values["stages"] -= 1
+    values["spread"] = values["spread"] and values["bm"] >= 64
+    values["overlap"] = values["overlap"] and sm == 90 and values["scaled"] and not values["halves"]
+    values["stages"] = _shallow(Launch(**values), bits, smem).stages
     if not keep_split:
         residents = max(1, min(8, 16 // values["warps"]) if values["bm"] <= 16 else 2 if values["bm"] <= 64 else 1)
         values["split"] = split_for(m, n, k, values["bm"], values["bn"], block, count * residents)
@@ -125,29 +135,47 @@ def _fit(
     return Launch(**values)
 
 
-def user_table() -> Path:
-    """The folder where `qengine tune` writes tables and `pick` looks first."""
+def _shallow(launch: Launch, bits: int, smem: int) -> Launch:
+    # as many stages as the shared memory holds
+    while launch.stages > 1 and shared_bytes(launch, bits) > smem:
+        launch = replace(launch, stages=launch.stages - 1)
+    return launch
+
+
+def user_table(sm: int, count: int) -> Path:
+    """Where `qengine tune` writes the table of a card with `count` multiprocessors, and `pick` looks first."""
     root = os.environ.get("QENGINE_CACHE")
-    return Path(root) / "launch" if root else Path.home() / ".cache" / "qengine" / "launch"
+    folder = Path(root) / "launch" if root else Path.home() / ".cache" / "qengine" / "launch"
+    return folder / f"sm{sm}x{count}.json"
 
 
 @functools.lru_cache
-def load_table(sm: int) -> tuple[dict[str, Any], ...]:
-    """Rows for a capability: the user's own, then the shipped ones. Each is {m, n, k, bits, group, launch: {...}}."""
+def load_table(sm: int, count: int) -> tuple[dict[str, Any], ...]:
+    """Rows for a card, the user's own before the shipped: {m, n, k, bits, group, count, launch: {...}}.
+
+    count: multiprocessors of the card that the row is for.
+    """
     rows: list[dict[str, Any]] = []
-    for path in (user_table() / f"sm{sm}.json", TABLES / f"sm{sm}.json"):
+    for path in (user_table(sm, count), TABLES / f"sm{sm}.json"):
         if path.is_file():
-            rows += json.loads(path.read_text())["rows"]
+            table = json.loads(path.read_text())
+            rows += [{**row, "count": table.get("count", SM_COUNT.get(sm))} for row in table["rows"]]
     return tuple(rows)
 
 
-def _from_table(m: int, n: int, k: int, group: int, sm: int, bits: int) -> dict[str, Any] | None:
+def forget_tables() -> None:
+    """Read the tables anew at the next pick: after one was written."""
+    load_table.cache_clear()
+    _pick.cache_clear()
+
+
+def _from_table(m: int, n: int, k: int, group: int, sm: int, bits: int, count: int) -> dict[str, Any] | None:
     # groups of a block and more run the same loop; smaller ones have rows of their own
     block = 512 // bits
     fine = group if 0 < group < block else 0
     best: dict[str, Any] | None = None
     best_distance = 0.5
-    for row in load_table(sm):
+    for row in load_table(sm, count):
         row_fine = row["group"] if 0 < row["group"] < block else 0
         if (row["m"], row["bits"], row_fine) != (m, bits, fine):
             continue

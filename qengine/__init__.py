@@ -6,17 +6,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qengine.async_llm import AsyncLLM, EngineDeadError, QueueFullError, RequestOutputKind
     from qengine.llm import LLM
     from qengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
     from qengine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StreamDelta", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineDeadError",
+    "Logprob",
+    "QueueFullError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StreamDelta",
+    "__version__",
+]
 
 # Loaded when first asked for: importing qengine alone loads neither torch nor transformers.
 _HOMES = {
     "LLM": "qengine.llm",
+    "AsyncLLM": "qengine.async_llm",
+    "EngineDeadError": "qengine.async_llm",
+    "QueueFullError": "qengine.async_llm",
+    "RequestOutputKind": "qengine.async_llm",
     "SamplingParams": "qengine.sampling_params",
     "CompletionOutput": "qengine.outputs",
     "Logprob": "qengine.outputs",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,7 +32,10 @@ QUANTIZATIONS = {
     "compressed-tensors": "compressed-tensors",
     "auto-round": "auto-round",
 }
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+KV_CACHE_KINDS = {"int8": "int8", "int4": "int4", "fp8": "fp8", "fp8_e4m3": "fp8"}
+SMALL_CARD_GIB = 24
+"""Below this a card's memory, or gpu_memory_limit, the defaults spare memory: see the settings called "auto"."""
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -68,7 +70,11 @@ class ModelConfig:
     and output together; None is the model's own limit. seed: base of the seeds of requests that give none.
     generation_config: "auto" takes sampling defaults from the model's generation_config.json where a call gives no
     sampling parameters; "vllm" takes SamplingParams' own. max_logprobs: most logprobs a request may ask for; -1 is
-    no limit.
+    no limit. strict: refuse a model whose max_model_len does not fit the memory, instead of lowering it with a warning.
+    embedding_on_host: keep the embedding table in pinned CPU memory, from where the GPU reads the rows it needs; None
+    does so where less than 24 GiB are there and the head does not share the table. lm_head_dtype: "model" keeps the
+    output head as the checkpoint has it, "int8" quantizes a dense one to 8 bits at load (groups of 128 columns);
+    "auto" is int8 where less than 24 GiB are there.
     """
 
     model: str
@@ -84,13 +90,20 @@ class ModelConfig:
     seed: int = 0
     generation_config: str = "auto"
     max_logprobs: int = 20
+    strict: bool = False
+    embedding_on_host: bool | None = None
+    lm_head_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} is not allowed; give a folder or a Hugging Face model id")
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        for name in ("skip_tokenizer_init", "trust_remote_code", "allow_pickle"):
+        for name in ("skip_tokenizer_init", "trust_remote_code", "allow_pickle", "strict"):
             _boolean(name, getattr(self, name))
+        if self.embedding_on_host is not None:
+            _boolean("embedding_on_host", self.embedding_on_host)
+        if self.lm_head_dtype not in ("auto", "model", "int8"):
+            raise ConfigError(f"lm_head_dtype={self.lm_head_dtype!r} is not allowed; give 'auto', 'model' or 'int8'")
         if self.quantization is not None:
             if self.quantization not in QUANTIZATIONS:
                 known = ", ".join(QUANTIZATIONS)
@@ -108,16 +121,23 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
-    block_size: tokens a block. gpu_memory_utilization: share of the GPU's memory this process may use for weights,
-    activations and cache. swap_space: GiB of CPU memory for preempted sequences; reserved: this version recomputes
-    them instead. enable_prefix_caching: reuse the blocks of equal prompt beginnings. kv_cache_dtype: "auto", or the
-    compute dtype by name. num_gpu_blocks_override: this many blocks instead of the measured number (also on a CPU).
-    cpu_kv_cache_gib: most memory the cache takes on a CPU.
+    block_size: tokens a block (on a GPU 8 to 1024). gpu_memory_utilization: share of the GPU's memory this process may
+    use for weights, activations and cache. gpu_memory_limit: GiB that the whole process may take on the GPU, as NVML
+    counts it (the CUDA context and kernels included), instead of the share; it is enforced. swap_space: GiB of CPU
+    memory (pinned, beside a GPU) for blocks of preempted sequences and for those that the prefix cache gives up, at
+    most half of what is free; 0: preempted sequences are computed anew. swap_threshold: blocks go there where computing
+    their tokens takes at least this many times as long as copying them there and back, by rates measured at the start;
+    0 always, inf never. enable_prefix_caching: reuse the blocks of equal prompt beginnings. kv_cache_dtype: the compute
+    dtype by name, or on a GPU "int8", "int4" or "fp8" (from compute capability 8.9), with a scale for each token and
+    head; "auto" is the compute dtype, and int8 on a GPU where less than 24 GiB are there. num_gpu_blocks_override: this
+    many blocks instead of the measured number (also on a CPU). cpu_kv_cache_gib: most memory the cache takes on a CPU.
     """
 
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
+    gpu_memory_limit: float | None = None
     swap_space: float = 4
+    swap_threshold: float = 1.0
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     num_gpu_blocks_override: int | None = None
@@ -130,18 +150,24 @@ class CacheConfig:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} is not allowed; give a number in (0, 1]"
             )
+        limit = self.gpu_memory_limit
+        if limit is not None and (not _is_number(limit) or limit <= 0):
+            raise ConfigError(f"gpu_memory_limit={limit!r} is not allowed; give GiB, more than 0, or None")
         for name in ("swap_space", "cpu_kv_cache_gib"):
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 raise ConfigError(f"{name}={value!r} is not allowed; give GiB, 0 or more")
+        if not (_is_number(self.swap_threshold) or self.swap_threshold == math.inf) or self.swap_threshold < 0:
+            raise ConfigError(f"swap_threshold={self.swap_threshold!r} is not allowed; give 0 or more, or inf")
         _boolean("enable_prefix_caching", self.enable_prefix_caching)
         name = str(self.kv_cache_dtype).removeprefix("torch.")
-        if name not in DTYPES:
+        known = DTYPES | KV_CACHE_KINDS
+        if name not in known:
             raise ConfigError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported by this version; "
-                "use 'auto' or the compute dtype's name"
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not known; give 'auto', 'int8', 'int4', 'fp8' or the "
+                "compute dtype's name"
             )
-        object.__setattr__(self, "kv_cache_dtype", DTYPES[name])
+        object.__setattr__(self, "kv_cache_dtype", known[name])
         if self.num_gpu_blocks_override is not None:
             _integer("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
 
@@ -152,13 +178,24 @@ class SchedulerConfig:
 
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens a step computes at most; longer prompts
     are computed in chunks. A step never holds more sequences than tokens, whatever max_num_seqs says.
+    scheduling_policy: "fcfs" serves requests in the order of arrival; "priority" those of lower `priority` first, which
+    may preempt running ones of higher. priority_ageing: seconds of waiting that make up for one level of priority, so
+    that no request waits for ever; inf: none do.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    priority_ageing: float = 60.0
 
     def __post_init__(self) -> None:
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError(f"scheduling_policy={self.scheduling_policy!r} is not allowed; give 'fcfs' or 'priority'")
+        if not (_is_number(self.priority_ageing) or self.priority_ageing == math.inf) or self.priority_ageing <= 0:
+            raise ConfigError(
+                f"priority_ageing={self.priority_ageing!r} is not allowed; give seconds, more than 0, or inf"
+            )
         _integer("max_num_seqs", self.max_num_seqs, 1)
         _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.enable_chunked_prefill is not True:
@@ -172,7 +209,7 @@ class SchedulerConfig:
 class DeviceConfig:
     """Where it runs. device: "auto" (cuda if there, else cpu), "cpu", "cuda" or "cuda:N".
 
-    enforce_eager: never use CUDA graphs. This version has none, so both values run eagerly.
+    enforce_eager: never use CUDA graphs: a little less memory, slower small batches.
     """
 
     device: str = "auto"
@@ -217,12 +254,6 @@ class EngineConfig:
             key, item = owner[name]
             if value is not None or item.default is None or name == "model":
                 sorted_settings[key][name] = value
-        if sorted_settings["cache"].get("swap_space"):
-            warnings.warn(
-                f"swap_space={settings['swap_space']} is reserved: this version recomputes preempted sequences and "
-                "uses no CPU memory for them",
-                stacklevel=3,
-            )
         return cls(**{key: kind(**sorted_settings[key]) for key, kind in kinds.items()})
 
 

@@ -70,6 +70,7 @@ class LLM:
         self._tokenizer = loaded.tokenizer
         self._generation_config = loaded.generation_config
         self._model: Decoder | None = loaded.model
+        self.memory = loaded.memory
 
     @property
     def engine(self) -> Engine:

@@ -23,9 +23,14 @@ BELOW = {
     "engine": {"errors", "config", "sampling_params", "outputs", "models", "layers", "quant", "checkpoint", "kernels"},
     "perplexity": {"errors", "models", "layers"},
     "demo_model": {"errors"},
+    "random_model": {"errors", "checkpoint"},
+    "plan": {"errors", "config", "checkpoint", "kernels", "layers", "models", "quant", "random_model"},
 }
+BELOW["engine"] |= {"random_model"}
 BELOW["convert"] = {"errors", "version", "models", "layers", "quant", "checkpoint", "kernels"}
 BELOW["llm"] = BELOW["engine"] | {"engine", "perplexity"}
+BELOW["async_llm"] = BELOW["llm"] | {"llm"}
+BELOW["bench"] = BELOW["async_llm"] | {"async_llm", "plan"}
 
 
 def imported(path: Path) -> set[tuple[str, int]]:

@@ -26,7 +26,7 @@ _INTEGERS = ("M", "N8", "K", "KB", "sx", "sy", "splits", "whole")
 def compile_launch(
     launch: Launch, sm: int, bits: int, group_size: int, dtype: str = "fp16"
 ) -> triton.compiler.CompiledKernel:
-    """The kernel of a "gemm" launch for capability `sm`, with a split and a bias, as the operator would launch it.
+    """The kernel of a "gemm" launch for capability `sm`, with a bias, as the operator would launch it.
 
     dtype: fp16 or bf16. Strides count as multiples of 16, as torch's and the models' are.
     """
@@ -50,6 +50,8 @@ def compile_launch(
         "PDL": launch.pdl,
         "TMA": launch.tma,
         "WGMMA": sm == 90,
+        "OVERLAP": launch.overlap,
+        "SPREAD": launch.spread,
         "ASM": True,
     }
     names = w4a16_gemm.arg_names

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .gemm import group_of, load_scales, load_words, weight_tile
+from .tile import group_of, load_scales, load_words, weight_tile
 
 
 @triton.jit

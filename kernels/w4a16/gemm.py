@@ -1,195 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The GEMM kernel: y = x @ W^T with W packed as layout.py says. See that file for the order of the words.
-
-The weights are the left operand (y^T = W x^T): on every card a thread's 16-byte loads are the registers that `mma`
-(or Hopper's wgmma) takes them from, so they never pass through shared memory, and a batch of eight wastes nothing.
-"""
+"""The GEMM kernel: y = x @ W^T with W packed as layout.py says."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .unpack import (
-    codes4,
-    codes8,
-    drain,
-    high_zero_pair,
-    opaque,
-    prefetch_lines,
-    scale_float,
-    scale_pair,
-    weights4,
-    weights8,
-    zero_pair,
-)
+from .parts import share_sums, store_tile, sum_parts, to_flat
+from .tile import group_of, load_scales, load_words, scale_tile, scaled_block, side_by_side, weight_tile
+from .unpack import drain, opaque, prefetch_lines
 
 
 @triton.jit
-def _spread(u, v, BN: tl.constexpr, ONE: tl.constexpr):
-    # [BN/16, 32, 2], a value a lane and half -> [BN/16, 128, 2]: u for the lane's first two words, v for the other two
-    # (u for all four if ONE)
-    if ONE:
-        w = tl.broadcast_to(tl.expand_dims(u, 2), (BN // 16, 32, 4, 2))
-    else:
-        pair = tl.expand_dims(tl.permute(tl.join(u, v), (0, 1, 3, 2)), 3)
-        w = tl.broadcast_to(pair, (BN // 16, 32, 2, 2, 2))
-    return tl.reshape(w, (BN // 16, 128, 2))
-
-
-@triton.jit
-def _rows(lo, hi, BN: tl.constexpr):
-    # words (n, g, t, i, h) and their halves e -> [BN, 32]: rows (n, h, g), columns (i, t, e)
-    w = tl.reshape(tl.join(lo, hi), (BN // 16, 8, 4, 4, 2, 2))
-    return tl.reshape(tl.permute(w, (0, 4, 1, 3, 2, 5)), (BN, 32))
-
-
-@triton.jit
-def side_by_side(a, b, BN: tl.constexpr, P: tl.constexpr):
-    """Two [BN, P] tiles as one of [BN, 2 P]."""
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (BN, 2 * P))
-
-
-@triton.jit
-def _scale_tile(sz, BN: tl.constexpr, BM: tl.constexpr):
-    # [BN/16 n, 32 (g, t), 2 h] -> [BN, BM]: the lane that holds a scale is the lane that holds the sums
-    s = tl.reshape(scale_float(sz), (BN // 16, 8, 4, 2))
-    s = tl.reshape(tl.permute(s, (0, 3, 1, 2)), (BN, 1, 4, 1))
-    return tl.reshape(tl.broadcast_to(s, (BN, BM // 8, 4, 2)), (BN, BM))
-
-
-@triton.jit
-def load_words(w_ptr, rows16, KB, kb):
-    """The words of block kb, [BN/16, 128, 2 halves]: each lane gets 16 bytes of either half.
-
-    Two loads of two dimensions, not one of three: how Triton lays out equal dimensions differs between versions.
-    """
-    wp = w_ptr + (rows16 * KB + kb)[:, None] * 256 + tl.arange(0, 128)[None, :]
-    return tl.join(tl.load(wp), tl.load(wp + 128))
-
-
-@triton.jit
-def load_scales(sz_ptr, group, szs, rows16, BN: tl.constexpr):
-    """A group's scale words, [BN/16, 32 lanes, 2 halves]: each lane gets those of its own rows."""
-    lane = tl.arange(0, 64)
-    at = (rows16 * 16)[:, None] + (lane // 8 * 2 + lane % 2)[None, :]
-    return tl.reshape(tl.load(sz_ptr + group * szs + at), (BN // 16, 32, 2))
-
-
-@triton.jit
-def group_of(kb, COLUMN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The group that a column of block kb is in."""
-    if GROUP == 0:
-        return kb * 0
-    elif GROUP >= BLOCK:
-        return kb // (GROUP // BLOCK)
-    else:
-        return kb * (BLOCK // GROUP) + COLUMN // GROUP
-
-
-@triton.jit
-def _plane(a, sz_ptr, kb, szs, rows16, J: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr):
-    # the scale words of plane J: for its first 16 columns and for its last; `a` are those of the block's first column
-    if GROUP == 0 or GROUP >= BLOCK or 32 * J + 16 < GROUP:
-        return a, a
-    else:
-        u = load_scales(sz_ptr, group_of(kb, 32 * J, BLOCK, GROUP), szs, rows16, BN)
-        if GROUP == 16:
-            return u, load_scales(sz_ptr, group_of(kb, 32 * J + 16, BLOCK, GROUP), szs, rows16, BN)
-        else:
-            return u, u
-
-
-@triton.jit
-def _tile4(
-    q,
-    a,
-    sz_ptr,
-    kb,
-    szs,
-    rows16,
-    GROUP: tl.constexpr,
-    BN: tl.constexpr,
-    SCALED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    # words of block kb -> its weights, two fp16 [BN, 64], times their scales or only less their zeros
-    ONE: tl.constexpr = GROUP != 16
-    a0, b0 = _plane(a, sz_ptr, kb, szs, rows16, 0, 128, GROUP, BN)
-    a1, b1 = _plane(a, sz_ptr, kb, szs, rows16, 1, 128, GROUP, BN)
-    a2, b2 = _plane(a, sz_ptr, kb, szs, rows16, 2, 128, GROUP, BN)
-    a3, b3 = _plane(a, sz_ptr, kb, szs, rows16, 3, 128, GROUP, BN)
-    z0 = _spread(zero_pair(a0, ASM), zero_pair(b0, ASM), BN, ONE)
-    z1 = _spread(high_zero_pair(zero_pair(a1, ASM), ASM), high_zero_pair(zero_pair(b1, ASM), ASM), BN, ONE)
-    z2 = _spread(zero_pair(a2, ASM), zero_pair(b2, ASM), BN, ONE)
-    z3 = _spread(high_zero_pair(zero_pair(a3, ASM), ASM), high_zero_pair(zero_pair(b3, ASM), ASM), BN, ONE)
-    if SCALED:
-        s0 = _spread(scale_pair(a0, ASM), scale_pair(b0, ASM), BN, ONE)
-        s1 = _spread(scale_pair(a1, ASM), scale_pair(b1, ASM), BN, ONE)
-        s2 = _spread(scale_pair(a2, ASM), scale_pair(b2, ASM), BN, ONE)
-        s3 = _spread(scale_pair(a3, ASM), scale_pair(b3, ASM), BN, ONE)
-        l0, l1, l2, l3, h0, h1, h2, h3 = weights4(q, z0, z1, z2, z3, s0, s1, s2, s3, ASM)
-    else:
-        l0, l1, l2, l3, h0, h1, h2, h3 = codes4(q, z0, z1, z2, z3, ASM)
-    low = side_by_side(_rows(l0, h0, BN), _rows(l1, h1, BN), BN, 32)
-    return low, side_by_side(_rows(l2, h2, BN), _rows(l3, h3, BN), BN, 32)
-
-
-@triton.jit
-def _tile8(
-    q,
-    a,
-    sz_ptr,
-    kb,
-    szs,
-    rows16,
-    GROUP: tl.constexpr,
-    BN: tl.constexpr,
-    SCALED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    # as _tile4, for 8 bits: two fp16 [BN, 32]
-    ONE: tl.constexpr = GROUP != 16
-    a0, b0 = _plane(a, sz_ptr, kb, szs, rows16, 0, 64, GROUP, BN)
-    a1, b1 = _plane(a, sz_ptr, kb, szs, rows16, 1, 64, GROUP, BN)
-    z0 = _spread(zero_pair(a0, ASM), zero_pair(b0, ASM), BN, ONE)
-    z1 = _spread(zero_pair(a1, ASM), zero_pair(b1, ASM), BN, ONE)
-    if SCALED:
-        s0 = _spread(scale_pair(a0, ASM), scale_pair(b0, ASM), BN, ONE)
-        s1 = _spread(scale_pair(a1, ASM), scale_pair(b1, ASM), BN, ONE)
-        l0, l1, h0, h1 = weights8(q, z0, z1, s0, s1, ASM)
-    else:
-        l0, l1, h0, h1 = codes8(q, z0, z1, ASM)
-    return _rows(l0, h0, BN), _rows(l1, h1, BN)
-
-
-@triton.jit
-def weight_tile(
-    q,
-    a,
-    sz_ptr,
-    kb,
-    szs,
-    rows16,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BN: tl.constexpr,
-    SCALED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """The weights of block kb, from its words q [BN/16, 128, 2]: fp16 [BN, BLOCK/2], the left and the right half.
-
-    a [BN/16, 32, 2]: scale words of the block's first group. With SCALED the weights are q - zero times the scale (in
-    units of the multiplier), rounded once; without, q - zero, exact.
-    """
-    if BITS == 4:
-        return _tile4(q, a, sz_ptr, kb, szs, rows16, GROUP, BN, SCALED, ASM)
-    else:
-        return _tile8(q, a, sz_ptr, kb, szs, rows16, GROUP, BN, SCALED, ASM)
-
-
-@triton.jit
-def _load_x(x_ptr, perm_ptr, at, xrow, K, HAS_PERM: tl.constexpr, EVEN_K: tl.constexpr):
-    # x at the packed columns `at`, transposed: [columns, BM]; columns past K count as 0
+def load_x(x_ptr, perm_ptr, at, xrow, K, HAS_PERM: tl.constexpr, EVEN_K: tl.constexpr):
+    """X at the packed columns `at`, transposed: [columns, BM]; columns past K count as 0."""
     if HAS_PERM:
         at = tl.load(perm_ptr + at)
     if EVEN_K:
@@ -199,20 +22,12 @@ def _load_x(x_ptr, perm_ptr, at, xrow, K, HAS_PERM: tl.constexpr, EVEN_K: tl.con
 
 
 @triton.jit
-def _product(w, x, acc, ASM: tl.constexpr):
-    # the interpreter has no bf16 products: its twin multiplies the same values in float32
+def product(w, x, acc, ASM: tl.constexpr):
+    """Acc + w @ x. The interpreter has no bf16 products: its twin multiplies the same values in float32."""
     if ASM:
         return tl.dot(opaque(w.to(x.dtype)), x, acc)
     else:
         return tl.dot(w.to(x.dtype).to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
-
-
-@triton.jit
-def _store(yp, acc, multiplier, bp, rows, keep, HAS_BIAS: tl.constexpr):
-    y = acc * multiplier
-    if HAS_BIAS:
-        y += tl.load(bp, mask=rows, other=0.0).to(tl.float32)[:, None]
-    tl.store(yp, y.to(yp.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["M", "N8", "K", "KB", "splits", "whole"])
@@ -249,6 +64,8 @@ def w4a16_gemm(
     PDL: tl.constexpr,
     TMA: tl.constexpr,
     WGMMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    SPREAD: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One program computes a BM x BN tile of y, or one of `splits` parts of its K.
@@ -271,7 +88,11 @@ def w4a16_gemm(
     kernel before still runs; all that depends on it comes after the wait.
     TMA: x comes through its tensor descriptor x_desc, with blocks of [BM, BLOCK], or of half the columns with HALVES
     (compute capability 9.0, no perm). WGMMA: compiled for compute capability 9.0.
+    OVERLAP (with SCALED, without PREFETCH and HALVES): the weights of a block are unpacked while the products of the
+    block before it run, which helps where one program fills a multiprocessor.
+    SPREAD: all programs of a tile in parts wait for each other and add up a share each, for large tiles.
     """
+    tl.static_assert(not OVERLAP or (SCALED and PREFETCH == 0 and not HALVES), "OVERLAP keeps one sum of whole blocks")
     tile = tl.program_id(0)
     ps = 0
     if SPLIT:
@@ -316,6 +137,20 @@ def w4a16_gemm(
             for ahead in tl.static_range(3):
                 prefetch_lines(w_ptr + (rows16 * KB + tl.minimum(first + ahead, KB - 1))[:, None] * 256)
         gdc_wait()
+    if OVERLAP:
+        # no product is issued before the one before it is done: only the unpacking in between is hidden
+        w = scaled_block(w_ptr, sz_ptr, rows16, KB, start, szs, BITS, GROUP, BN, ASM)
+        for kb in range(first, last):
+            if TMA:
+                x = tl.trans(x_desc.load([pm * BM, kb * BLOCK]))
+            else:
+                x = load_x(x_ptr, perm_ptr, kb * BLOCK + cols, xrow, K, HAS_PERM, EVEN_K)
+            if WGMMA:
+                # the products of the block before have read its weights from registers when this returns
+                drain()
+            acc = product(w, x, acc, ASM)
+            w = scaled_block(w_ptr, sz_ptr, rows16, KB, tl.minimum(kb + 1, KB - 1), szs, BITS, GROUP, BN, ASM)
+        last = first
     for kb in range(first, last):
         if PREFETCH >= 1:
             ahead = tl.minimum(kb + PREFETCH, KB - 1)
@@ -329,21 +164,21 @@ def w4a16_gemm(
             if HALVES:
                 x_right = tl.trans(x_desc.load([pm * BM, kb * BLOCK + HALF]))
         else:
-            x = _load_x(x_ptr, perm_ptr, kb * BLOCK + cols, xrow, K, HAS_PERM, EVEN_K)
+            x = load_x(x_ptr, perm_ptr, kb * BLOCK + cols, xrow, K, HAS_PERM, EVEN_K)
             if HALVES:
-                x_right = _load_x(x_ptr, perm_ptr, kb * BLOCK + HALF + cols, xrow, K, HAS_PERM, EVEN_K)
+                x_right = load_x(x_ptr, perm_ptr, kb * BLOCK + HALF + cols, xrow, K, HAS_PERM, EVEN_K)
         left, right = weight_tile(q, a, sz_ptr, kb, szs, rows16, BITS, GROUP, BN, SCALED, ASM)
         part = acc if SCALED else zero
         if HALVES:
-            part = _product(right, x_right, _product(left, x, part, ASM), ASM)
+            part = product(right, x_right, product(left, x, part, ASM), ASM)
         else:
-            part = _product(side_by_side(left, right, BN, HALF), x, part, ASM)
+            part = product(side_by_side(left, right, BN, HALF), x, part, ASM)
         if SCALED:
             acc = part
             if WGMMA:
                 drain()
         else:
-            acc += part * _scale_tile(a, BN, BM)
+            acc += part * scale_tile(a, BN, BM)
         if PREFETCH == 1:
             q = q_next
             a = a_next
@@ -362,18 +197,18 @@ def w4a16_gemm(
     if SPLIT:
         if tile >= whole:
             # every element is stored and loaded, also past M and N: whole vectors are faster than masked elements
-            pp = part_ptr + (tile - whole) * splits * (BN * BM)
-            pp += tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-            tl.store(pp + ps * (BN * BM), acc)
+            parts = part_ptr + (tile - whole) * splits * (BN * BM)
+            lock = lock_ptr + (tile - whole)
+            tl.store(parts + ps * (BN * BM) + tl.arange(0, BN * BM), to_flat(acc, BM, BN))
             tl.debug_barrier()
-            done = tl.atomic_add(lock_ptr + (tile - whole), 1, sem="acq_rel")
-            if done == splits - 1:
-                total = tl.zeros((BN, BM), tl.float32)
-                for i in range(splits):
-                    total += tl.load(pp + i * (BN * BM), cache_modifier=".cg")
-                _store(yp, total, multiplier, bp, on < N, keep, HAS_BIAS)
-                tl.store(lock_ptr + (tile - whole), 0)
+            done = tl.atomic_add(lock, 1, sem="acq_rel")
+            if SPREAD:
+                share_sums(parts, lock, splits, ps, y_ptr, sy, multiplier, bp, on, pm, M, N, BM, BN, HAS_BIAS)
+            elif done == splits - 1:
+                total = sum_parts(parts + tl.arange(0, BN * BM), splits, BM, BN)
+                store_tile(yp, total, multiplier, bp, on < N, keep, HAS_BIAS)
+                tl.store(lock, 0)
         else:
-            _store(yp, acc, multiplier, bp, on < N, keep, HAS_BIAS)
+            store_tile(yp, acc, multiplier, bp, on < N, keep, HAS_BIAS)
     else:
-        _store(yp, acc, multiplier, bp, on < N, keep, HAS_BIAS)
+        store_tile(yp, acc, multiplier, bp, on < N, keep, HAS_BIAS)

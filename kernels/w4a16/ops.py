@@ -27,6 +27,7 @@ LARGE_SPACE_BYTES = 256 << 20
 LARGE_CARD_BYTES = 30 << 30
 TILES = 1 << 16
 _workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_sparing: set[int] = set()
 
 
 def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,20 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def _space_bytes(index: int) -> int:
     # cuBLAS loses less on whole layers than on slices of them; small cards keep the memory for the model
     large = torch.cuda.get_device_properties(index).total_memory >= LARGE_CARD_BYTES
-    return LARGE_SPACE_BYTES if large else SPACE_BYTES
+    return LARGE_SPACE_BYTES if large and index not in _sparing else SPACE_BYTES
+
+
+def spare_memory(device: torch.device, sparing: bool = True) -> None:
+    """Whether workspaces that are made from now on are as small as on a small card, whatever the card has."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    (_sparing.add if sparing else _sparing.discard)(index)
+
+
+def release(device: torch.device) -> None:
+    """Give up the workspaces of a device; none of its streams may be in use or captured in a graph that is."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for key in [key for key in _workspaces if key[0] == index]:
+        del _workspaces[key]
 
 
 def reserve(device: torch.device | str, stream: torch.cuda.Stream | None = None) -> int:
@@ -55,7 +69,7 @@ def reserve(device: torch.device | str, stream: torch.cuda.Stream | None = None)
 
 
 @functools.lru_cache
-def _device(index: int) -> tuple[int, int, int]:
+def device_limits(index: int) -> tuple[int, int, int]:
     """(compute capability that Triton compiles for, shared memory a program may use, multiprocessors)."""
     properties = torch.cuda.get_device_properties(index)
     sm = properties.major * 10 + properties.minor
@@ -69,7 +83,7 @@ def _device(index: int) -> tuple[int, int, int]:
 
 def choose(m: int, weight: W4A16Weight, device: torch.device) -> Launch:
     """The launch that `pick` gives for m rows on this device."""
-    sm, smem, count = _device(torch.cuda.current_device() if device.index is None else device.index)
+    sm, smem, count = device_limits(torch.cuda.current_device() if device.index is None else device.index)
     return pick(m, weight.n, weight.k, weight.group_size, sm, smem, weight.bits, count)
 
 
@@ -135,7 +149,9 @@ def _run_gemm(
         EVEN_K=weight.perm is None and weight.k == weight.k_padded,
         PDL=launch.pdl,
         TMA=tma,
-        WGMMA=_device(x.device.index or 0)[0] == 90,
+        WGMMA=device_limits(x.device.index or 0)[0] == 90,
+        OVERLAP=launch.overlap,
+        SPREAD=launch.spread and split > 1,
         ASM=True,
         num_warps=launch.warps,
         num_stages=launch.stages,
@@ -150,7 +166,9 @@ def _run_dequantize(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | N
     rows = math.ceil(weight.n / slices / 128) * 128
     rows = min(rows, space.numel() // (columns * x.element_size()) // 16 * 16)
     if weight.perm is not None:
-        x = torch.nn.functional.pad(x, (0, 1)).index_select(1, weight.perm)
+        # padded places name column K, which is 0
+        x = x if weight.k == weight.k_padded else torch.nn.functional.pad(x, (0, 1))
+        x = x.index_select(1, weight.perm)
     else:
         columns = weight.k
     for start in range(0, weight.n, rows):
@@ -247,7 +265,7 @@ def w4a16_linear(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None
     if x.is_cuda:
         if x.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"w4a16: x is {x.dtype}; float16 and bfloat16 are served on a GPU")
-        if x.dtype == torch.bfloat16 and _device(x.device.index or 0)[0] < 80:
+        if x.dtype == torch.bfloat16 and device_limits(x.device.index or 0)[0] < 80:
             raise ValueError("w4a16: bfloat16 needs compute capability 8.0; use float16 on this card")
     return _linear(
         x,

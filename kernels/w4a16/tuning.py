@@ -9,16 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from qengine.kernels.launch import Launch, shared_bytes, split_for
+from qengine.kernels.launch import Launch, pick, shared_bytes, split_for
 
 from .layout import W4A16Weight
-from .ops import reserve, run
+from .ops import device_limits, reserve, run
 
 COLD_BYTES = 256 << 20
+LARGE_ROWS = 256
+FINALISTS = 4
 
 
 def random_weight(n: int, k: int, bits: int, group_size: int, device: torch.device | str = "cuda") -> W4A16Weight:
@@ -120,33 +123,114 @@ def with_splits(launch: Launch, m: int, n: int, k: int, bits: int, count: int) -
     return [replace(launch, split=s, whole=w) for s, w in sorted(found) if s <= min(blocks, 32) and (s > 1 or w == 0)]
 
 
-def measure(launches: Iterable[Launch], m: int, weights: list[W4A16Weight], dtype: torch.dtype) -> list[float]:
-    """Microseconds of each launch for m rows over the weights; infinity where it cannot be compiled or run."""
-    x = torch.randn(m, weights[0].k, device="cuda", dtype=dtype)
-    out = torch.empty(m, weights[0].n, device="cuda", dtype=dtype)
-    times = []
-    for launch in launches:
-        calls = [lambda w=w, launch=launch: run(x, w, None, out, launch) for w in weights]
+@dataclass(frozen=True)
+class Shape:
+    """A linear layer as the kernels see it: N x K, 4 or 8 bits as packed, columns a group (0: one group)."""
+
+    n: int
+    k: int
+    bits: int
+    group: int
+
+
+@dataclass(frozen=True)
+class TuningCard:
+    """The card that is tuned for: capability, bytes of shared memory a program may use, multiprocessors, name."""
+
+    sm: int
+    smem: int
+    count: int
+    name: str
+
+
+class Timer(Protocol):
+    """Times launches of one shape."""
+
+    def prepare(self, shape: Shape) -> None:
+        """Make the weights of a shape; what was there before may go."""
+
+    def time(self, m: int, launch: Launch) -> float:
+        """Microseconds of a launch for m rows; infinity where the card cannot run it."""
+
+
+class CardTimer:
+    """Times on the current CUDA device, over weights enough to defeat its cache."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        self.dtype = dtype
+        self._weights: list[W4A16Weight] = []
+
+    def prepare(self, shape: Shape) -> None:
+        """See Timer."""
+        self._weights = []
+        first = random_weight(shape.n, shape.k, shape.bits, shape.group)
+        more = weight_sets(first.nbytes()) - 1
+        self._weights = [first, *(random_weight(shape.n, shape.k, shape.bits, shape.group) for _ in range(more))]
+        # an idle card's clock is low: without this the first figures would be its
+        self.time(1, pick_for(1, shape, this_card()))
+        self.time(1024, Launch("dequantize"))
+
+    def time(self, m: int, launch: Launch) -> float:
+        """See Timer."""
+        weights = self._weights if m <= LARGE_ROWS else self._weights[:3]
+        x = torch.randn(m, weights[0].k, device="cuda", dtype=self.dtype)
+        out = torch.empty(m, weights[0].n, device="cuda", dtype=self.dtype)
         try:
-            times.append(time_graph(calls))
+            return time_graph([lambda w=w: run(x, w, None, out, launch) for w in weights])  # type: ignore[misc]
         except Exception as error:
             if "out of resource" not in str(error):
                 raise
-            times.append(math.inf)
-    return times
+            return math.inf
 
 
-def tune_shape(
-    n: int, k: int, ms: Iterable[int], bits: int, group_size: int, sm: int, smem: int, count: int, dtype: torch.dtype
-) -> list[tuple[int, list[tuple[float, Launch]]]]:
-    """For each m: (microseconds, launch) of every candidate, the fastest first."""
-    first = random_weight(n, k, bits, group_size)
-    weights = [first] + [random_weight(n, k, bits, group_size) for _ in range(weight_sets(first.nbytes()) - 1)]
-    result = []
-    for m in ms:
-        launches = [
-            chosen for c in candidates(m, sm, smem, bits, group_size) for chosen in with_splits(c, m, n, k, bits, count)
-        ]
-        timed = sorted(zip(measure(launches, m, weights, dtype), launches, strict=True), key=lambda t: t[0])
-        result.append((m, timed))
-    return result
+def this_card() -> TuningCard:
+    """The current CUDA device."""
+    sm, smem, count = device_limits(torch.cuda.current_device())
+    return TuningCard(sm, smem, count, torch.cuda.get_device_name())
+
+
+def pick_for(m: int, shape: Shape, card: TuningCard) -> Launch:
+    """What `pick` gives for m rows of a shape on a card."""
+    return pick(m, shape.n, shape.k, shape.group, card.sm, card.smem, shape.bits, card.count)
+
+
+def first_round(m: int, shape: Shape, card: TuningCard) -> list[Launch]:
+    """Every tile worth timing for m rows, each with the split that the rule gives it; what `pick` gives comes first."""
+    block = 512 // shape.bits
+    found = [pick_for(m, shape, card)]
+    for launch in candidates(m, card.sm, card.smem, shape.bits, shape.group):
+        if launch.kernel == "gemm":
+            slots = card.count * (4 if m <= 32 else 1)
+            launch = replace(launch, split=split_for(m, shape.n, shape.k, launch.bm, launch.bn, block, slots))
+        found.append(launch)
+    return list(dict.fromkeys(found))
+
+
+def second_round(m: int, shape: Shape, card: TuningCard, timed: list[tuple[float, Launch]]) -> list[Launch]:
+    """The fastest tiles of the first round with every split worth timing."""
+    best = sorted(timed, key=lambda t: t[0])[: max(FINALISTS, len(timed) // 6)]
+    splits = [s for _, launch in best for s in with_splits(launch, m, shape.n, shape.k, shape.bits, card.count)]
+    known = {launch for _, launch in timed}
+    return [launch for launch in dict.fromkeys(splits) if launch not in known]
+
+
+def tune_rows(
+    m: int, shape: Shape, card: TuningCard, timer: Timer, progress: Callable[[int, int], None] | None = None
+) -> list[tuple[float, Launch]]:
+    """(microseconds, launch) of every candidate for m rows, the fastest first; the timer holds the shape's weights.
+
+    progress(done, total) is called after each launch; the total grows once, when the second round is known.
+    """
+    timed: list[tuple[float, Launch]] = []
+    launches = first_round(m, shape, card)
+    expected = 2 * len(launches)
+    for launch in launches:
+        timed.append((timer.time(m, launch), launch))
+        if progress:
+            progress(len(timed), expected)
+    more = second_round(m, shape, card, timed)
+    for launch in more:
+        timed.append((timer.time(m, launch), launch))
+        if progress:
+            progress(len(timed), len(launches) + len(more))
+    return sorted(timed, key=lambda t: t[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ class TensorStore(Mapping[str, TensorInfo]):
         self._infos: dict[str, TensorInfo] = {}
         self._maps: dict[Path, torch.Tensor] = {}
         self._loaded: dict[str, torch.Tensor] = {}
+        self._device = torch.device("cpu")
         self.files = list(files)
         for file in self.files:
             infos, metadata = read_header(file)
@@ -78,13 +80,26 @@ class TensorStore(Mapping[str, TensorInfo]):
         return sum(info.nbytes for info in self._infos.values())
 
     def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or its `rows` along dimension 0, on the CPU; a view of the mapped file. CheckpointError if
-        absent."""
+        """The tensor, or its `rows` along dimension 0; a view of the mapped file, or within `placed_on` a copy on that
+        device. CheckpointError if absent."""
         info = self._infos.get(name)
         if info is None:
             raise CheckpointError(f"tensor {name!r} is not in the checkpoint; it has {len(self._infos)} others")
         tensor = self._loaded[name] if name in self._loaded else self._view(info)
-        return tensor if rows is None else tensor[rows]
+        return (tensor if rows is None else tensor[rows]).to(self._device)
+
+    @contextmanager
+    def placed_on(self, device: torch.device) -> Iterator[None]:
+        """Within it, `load` copies tensors to `device`, and torch makes new tensors there too.
+
+        So a format's unpacking, written for any device, runs where its packed tensors were copied to.
+        """
+        before, self._device = self._device, device
+        try:
+            with device:
+                yield
+        finally:
+            self._device = before
 
     def _view(self, info: TensorInfo) -> torch.Tensor:
         if info.nbytes == 0:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from qengine.cli import chat, convert, demo, dequantize, doctor, evaluate, generate, inspect, tune, version
+from qengine.cli import bench, chat, convert, demo, dequantize, doctor, evaluate, generate, inspect, plan, tune, version
 from qengine.errors import QEngineError
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "dequantize": dequantize.dequantize,
     "eval": evaluate.evaluate,
     "doctor": doctor.doctor,
+    "plan": plan.plan,
+    "bench": bench.bench,
     "tune": tune.tune,
     "version": version.version,
 }

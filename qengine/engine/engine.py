@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from qengine.engine.block_manager import BlockManager
@@ -15,10 +16,23 @@ from qengine.engine.request import Request, SequenceOutput, as_logprobs
 from qengine.engine.sampler import SampleRow
 from qengine.engine.scheduler import Plan, Scheduler
 from qengine.engine.sequence import Sequence
-from qengine.engine.step import StepItem, StepResult, StepRunner
+from qengine.engine.stats import EngineStats, engine_stats
+from qengine.engine.step import Launched, StepItem, StepResult, StepRunner
 from qengine.errors import QEngineError, RequestError
 from qengine.outputs import RequestMetrics, StreamDelta
 from qengine.sampling_params import SamplingParams
+
+MAX_PRIORITY = 2**31 - 1
+"""Largest absolute priority: differences of time still count beside it."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step under way. sampled: the sequences that get a token from it, in the order of its samples."""
+
+    plan: Plan
+    step: Launched
+    sampled: list[Sequence]
 
 
 class Engine:
@@ -40,6 +54,7 @@ class Engine:
         self._seeds = random.Random(seed)
         self._owner: dict[int, tuple[Request, SequenceOutput]] = {}
         self._token_texts: dict[int, str] = {}
+        self._ahead: _Flight | None = None
 
     @property
     def blocks(self) -> BlockManager:
@@ -62,29 +77,33 @@ class Engine:
         prompt: str | None = None,
         cache_salt: str | None = None,
         streamed: bool = False,
+        priority: int = 0,
     ) -> Request:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be served.
 
         request_id is a label: two requests may have the same. cache_salt: only prompts with the same salt share
-        prefix cache blocks. streamed: `Request.take_deltas` will be called.
+        prefix cache blocks. streamed: `Request.take_deltas` will be called. priority: lower is served first, where
+        scheduling_policy="priority".
         """
         token_ids, params = self.check_request(prompt_token_ids, params)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r} is not allowed; give a string")
-        arrival = next(self._arrivals)
+        check_priority(priority, self.scheduler.policy)
+        arrival, now = next(self._arrivals), time.monotonic()
         request = Request(
             request_id=str(arrival) if request_id is None else request_id,
             prompt=prompt,
             prompt_token_ids=token_ids,
             params=params,
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            metrics=RequestMetrics(arrival_time=now),
             streamed=streamed,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         bad_words = bad_word_ids(self._tokenizer, params.bad_words or (), self.limits.sample_vocab)
         salt = (cache_salt or "").encode()
-        sequences = [self._sequence(request, arrival, index, salt) for index in range(params.n)]
+        place = self.scheduler.rank(priority, now), arrival
+        sequences = [self._sequence(request, (*place, index), priority, salt) for index in range(params.n)]
         for seq in sequences:
             seq.siblings = sequences
             row = SampleRow(
@@ -109,19 +128,65 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Request]:
-        if not self.scheduler.has_unfinished():
+        """Process the step under way, or one launched now; before that, launch the next, so that the device goes on."""
+        current, self._ahead = self._ahead or self._launch(), None
+        if current is None:
             return []
+        failure: BaseException | None = None
+        if self._runner.overlaps and self._can_run_ahead(current):
+            try:
+                self._ahead = self._launch()
+            except BaseException as error:
+                failure = error  # what the step under way gives is recorded first
+        touched = self._finish(current)
+        if failure is not None:
+            raise failure
+        return touched
+
+    def _launch(self) -> _Flight | None:
+        """Schedule and launch a step; None if there is nothing to compute."""
+        if not self.scheduler.has_unfinished():
+            return None
         plan = self.scheduler.schedule()
+        if not plan.chunks and not plan.swap:
+            return None
+        sampled = [seq for chunk in plan.chunks if chunk.samples for seq in (chunk.seq, *chunk.forks)]
         try:
-            result = self._runner.run(self._items(plan), plan.copies)
+            step = self._runner.launch(self._items(plan), plan.copies, plan.swap)
         except BaseException:
             # Out of memory or Ctrl-C: what the cache holds now is unknown, so these are computed anew.
-            for chunk in plan.chunks:
-                for seq in (chunk.seq, *chunk.forks):
-                    self.scheduler.restart(seq)
+            self.scheduler.fail(plan)
             raise
-        self.scheduler.commit(plan)
-        return self._process(plan, result)
+        self.scheduler.advance(plan)
+        for seq in sampled:
+            seq.expect()
+        return _Flight(plan, step, sampled)
+
+    def _can_run_ahead(self, current: _Flight) -> bool:
+        """Whether the next step can be put together before this one's tokens are known."""
+        if self.limits.switch_length is not None:
+            return False
+        owned = (self._owner[seq.id][1].row for seq in current.sampled if seq.id in self._owner)
+        return not any(row.bad_words for row in owned)
+
+    def _finish(self, flight: _Flight) -> list[Request]:
+        """Wait for a step and process what it gives."""
+        try:
+            result = flight.step.result()
+        except BaseException:
+            self._abandon([flight, *([self._ahead] if self._ahead is not None else [])])
+            self._ahead = None
+            raise
+        self.scheduler.commit(flight.plan)
+        return self._process(flight, result)
+
+    def _abandon(self, flights: list[_Flight]) -> None:
+        """Take back steps that failed: their sequences are computed anew."""
+        for flight in flights:
+            for seq in flight.sampled:
+                seq.forget_unknown()
+        for flight in flights:
+            self.scheduler.fail(flight.plan)
 
     def abort(self, request: Request) -> None:
         """End a request at once, wherever it is; its blocks are free when this returns."""
@@ -156,7 +221,13 @@ class Engine:
         """Abort everything and let go of the model and its cache."""
         for request in list({id(r): r for r, _ in self._owner.values()}.values()):
             self.abort(request)
+        self._ahead = None
+        self._runner.close()
         del self._runner
+
+    def stats(self) -> EngineStats:
+        """Counts since the start, and what runs and waits now."""
+        return engine_stats(self.scheduler)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the engine's books contradict each other. For tests."""
@@ -164,15 +235,16 @@ class Engine:
         queued = {seq.id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
         assert queued == set(self._owner), f"queued sequences {queued} but owned ones {set(self._owner)}"
 
-    def _sequence(self, request: Request, arrival: int, index: int, salt: bytes) -> Sequence:
+    def _sequence(self, request: Request, order: tuple[float, int, int], priority: int, salt: bytes) -> Sequence:
         prompt = request.prompt_token_ids
         return Sequence(
             id=next(self._seq_ids),
-            order=(arrival, index),
+            order=order,
             token_ids=list(prompt),
             num_prompt=len(prompt),
             salt=salt,
             read_prefix_cache=request.params.prompt_logprobs is None,
+            priority=priority,
         )
 
     def _items(self, plan: Plan) -> list[StepItem]:
@@ -199,17 +271,18 @@ class Engine:
             items.append(item)
         return items
 
-    def _process(self, plan: Plan, result: StepResult) -> list[Request]:
+    def _process(self, flight: _Flight, result: StepResult) -> list[Request]:
         """Record prompt logprobs, append sampled tokens, end what is finished."""
         touched: dict[int, Request] = {}
         for seq_id, scores in result.prompt_logprobs.items():
+            if seq_id not in self._owner:  # aborted meanwhile
+                continue
             request = self._owner[seq_id][0]
             assert request.prompt_logprobs is not None, "prompt logprobs arrived that were not asked for"
             request.prompt_logprobs += [as_logprobs(item, self._token_text) for item in scores]
         samples = result.samples
-        sampled = [seq for chunk in plan.chunks if chunk.samples for seq in (chunk.seq, *chunk.forks)]
-        for i, seq in enumerate(sampled):
-            if seq.id not in self._owner:  # ended with a sibling whose logits were unusable
+        for i, seq in enumerate(flight.sampled):
+            if seq.id not in self._owner:  # ended meanwhile, or with a sibling whose logits were unusable
                 continue
             request, output = self._owner[seq.id]
             touched[id(request)] = request
@@ -231,6 +304,7 @@ class Engine:
 
     def _end(self, request: Request, seq: Sequence) -> None:
         self.scheduler.finish(seq)
+        seq.forget_unknown()
         del self._owner[seq.id]
         if all(output.seq.id not in self._owner for output in request.outputs):
             request.metrics.finished_time = time.monotonic()
@@ -250,6 +324,17 @@ class Engine:
         if token not in self._token_texts:
             self._token_texts[token] = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return self._token_texts[token]
+
+
+def check_priority(priority: Any, policy: str) -> None:
+    """Raise RequestError for a priority that is no number, or that nothing would look at."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError(f"priority={priority!r} is not allowed; give a whole number within +-{MAX_PRIORITY}")
+    if priority and policy != "priority":
+        raise RequestError(
+            f"priority={priority} needs scheduling_policy='priority'; this engine serves requests in the order of "
+            f"arrival (scheduling_policy={policy!r})"
+        )
 
 
 def bad_word_ids(tokenizer: Any, words: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,15 +14,22 @@ from qengine.checkpoint import Checkpoint, open_checkpoint
 from qengine.config import EngineConfig, ModelConfig
 from qengine.engine.block_manager import BlockManager
 from qengine.engine.engine import Engine
+from qengine.engine.gpu_memory import growing_segments, is_small
 from qengine.engine.limits import Limits
-from qengine.engine.memory import plan_cache
+from qengine.engine.memory import CachePlan, available_cpu_bytes, plan_cache
 from qengine.engine.runner import Runner
 from qengine.engine.scheduler import Scheduler
+from qengine.engine.swap_setup import SwappingRunner, set_up_swap
 from qengine.errors import CapacityError, CheckpointError, ConfigError
 from qengine.layers.attention import KVCache
 from qengine.models import Decoder, load_model, model_spec
+from qengine.models.loading import Placement
 from qengine.models.spec import ModelSpec
 from qengine.quant import open_weights
+from qengine.random_model import is_random, random_checkpoint
+
+if TYPE_CHECKING:
+    from qengine.engine.device_loading import MemoryUse
 
 Progress = Callable[[int, int], None]
 
@@ -35,32 +42,30 @@ class Loaded:
     tokenizer: Any
     generation_config: dict[str, Any]
     model: Decoder
+    memory: MemoryUse | None = None
 
 
 def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Open, check and load a model. Everything that can be refused without its weights is refused first."""
     settings = config.model
-    ckpt = open_checkpoint(settings.model, revision=settings.revision, allow_pickle=settings.allow_pickle)
+    device = resolve_device(config.device.device)
+    if is_random(settings.model):
+        ckpt = random_checkpoint(settings.model, device, settings.seed)
+    else:
+        ckpt = open_checkpoint(settings.model, revision=settings.revision, allow_pickle=settings.allow_pickle)
     refuse_remote_code(ckpt, settings)
     spec = model_spec(ckpt)
     check_quantization(open_weights(ckpt).method, settings)
-    device = resolve_device(config.device.device)
     dtype = resolve_dtype(settings.dtype, ckpt.text_config(), device)
-    if config.cache.kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
-        raise ConfigError(
-            f"kv_cache_dtype={config.cache.kv_cache_dtype!r} is not supported by this version with compute dtype "
-            f"{dtype}; use 'auto'"
-        )
+    check_cache_dtype(config, spec, dtype, device)
     max_model_len = resolve_max_model_len(settings, spec)
     tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(ckpt, settings)
     eos_ids, bos_ids = special_tokens(ckpt, tokenizer)
-    model = load_model(ckpt, dtype=dtype, device=device, progress=progress)
-    plan = plan_cache(model, config, dtype, max_model_len)
-    try:
-        cache = KVCache.allocate(spec, plan.num_blocks, config.cache.block_size, dtype, device)
-    except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
-        raise CapacityError(f"the KV cache of {plan.num_blocks} blocks cannot be allocated: {error}") from error
+    if device.type == "cuda":
+        growing_segments()
+    model = load_model(ckpt, dtype=dtype, device=device, placement=placement(config, device), progress=progress)
     known = spec.vocab_size if tokenizer is None else min(spec.vocab_size, max(tokenizer.get_vocab().values()) + 1)
+    runner, plan, memory = make_runner(model, config, dtype, max_model_len, known)
     limits = Limits(
         vocab_size=spec.vocab_size,
         sample_vocab=known,
@@ -71,16 +76,63 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
         max_logprobs=settings.max_logprobs,
         switch_length=spec.rope_switch_length,
     )
-    blocks = BlockManager(plan.num_blocks, config.cache.block_size, enable_prefix_caching=prefix_caching(config, spec))
+    policy, cpu_blocks = set_up_swap(runner, config, limits.max_len, available_cpu_bytes(), device.type)
+    blocks = BlockManager(
+        plan.num_blocks,
+        config.cache.block_size,
+        enable_prefix_caching=prefix_caching(config, spec),
+        num_cpu_blocks=cpu_blocks,
+        policy=policy,
+    )
     scheduler = Scheduler(
         blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_len=limits.max_len,
+        policy=config.scheduler.scheduling_policy,
+        ageing=config.scheduler.priority_ageing,
     )
-    runner = Runner(model, cache, config.cache.block_size, limits.sample_vocab)
     engine = Engine(runner, scheduler, limits, tokenizer, seed=settings.seed)
-    return Loaded(engine, tokenizer, ckpt.generation_config, model)
+    return Loaded(engine, tokenizer, ckpt.generation_config, model, memory)
+
+
+def check_cache_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError, before anything is loaded, for a cache that this device cannot have."""
+    if device.type == "cuda":
+        from qengine.engine.device_loading import cache_kind, cache_layout
+
+        cache_layout(config, spec, cache_kind(config, dtype, device))
+    elif config.cache.kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+        raise ConfigError(
+            f"kv_cache_dtype={config.cache.kv_cache_dtype!r} is not supported on a CPU with compute dtype {dtype}; "
+            "use 'auto'"
+        )
+
+
+def placement(config: EngineConfig, device: torch.device) -> Placement:
+    """Where the embedding and how the head is held, with "auto" resolved."""
+    small, on_host = is_small(config.cache, device), config.model.embedding_on_host
+    head = config.model.lm_head_dtype
+    return Placement(
+        embedding_on_host=device.type == "cuda" and (small if on_host is None else on_host),
+        int8_head=head == "int8" or (head == "auto" and small),
+    )
+
+
+def make_runner(
+    model: Decoder, config: EngineConfig, dtype: torch.dtype, max_model_len: int, vocab_size: int
+) -> tuple[SwappingRunner, CachePlan, MemoryUse | None]:
+    """The runner for the model's device, with its cache, and what that takes."""
+    if model.device.type == "cuda":
+        from qengine.engine.device_loading import device_runner
+
+        return device_runner(model, config, dtype, max_model_len, vocab_size)
+    plan, size = plan_cache(model, config, dtype, max_model_len), config.cache.block_size
+    try:
+        cache = KVCache.allocate(model.spec, plan.num_blocks, size, dtype, model.device)
+    except RuntimeError as error:
+        raise CapacityError(f"the KV cache of {plan.num_blocks} blocks cannot be allocated: {error}") from error
+    return Runner(model, cache, size, vocab_size), plan, None
 
 
 def refuse_remote_code(ckpt: Checkpoint, settings: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""How many blocks the KV cache gets: measured, never guessed, and explained in numbers where it is too little."""
+"""How many blocks the KV cache of a CPU gets: measured, and explained in numbers where it is too little."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from qengine.config import EngineConfig
 from qengine.errors import CapacityError
-from qengine.layers.attention import DenseContext, KVCache
+from qengine.layers.attention import KVCache
 from qengine.models import Decoder
 
 GIB = 1024**3
@@ -43,11 +43,23 @@ def plan_cache(model: Decoder, config: EngineConfig, dtype: torch.dtype, max_mod
     if override is not None:
         blocks, source = override, f"num_gpu_blocks_override={override}"
     else:
-        budget, source = cache_budget(model, config, per_block * per_sequence)
+        budget, source = cache_budget(config, per_block * per_sequence)
         blocks = max(0, min(budget // per_block, per_sequence * config.scheduler.max_num_seqs))
+    return fit_length(blocks, source, max_model_len, config, size, per_block)
+
+
+def fit_length(
+    blocks: int, source: str, max_model_len: int, config: EngineConfig, size: int, per_block: int
+) -> CachePlan:
+    """The plan for so many blocks of `size` tokens and `per_block` bytes; `source` says where their number is from.
+
+    A max_model_len that does not fit is lowered with a warning, or refused: CapacityError.
+    """
     tokens = blocks * size
+    override = config.cache.num_gpu_blocks_override
     if tokens >= max_model_len:
         return CachePlan(blocks, max_model_len)
+    per_sequence = -(-max_model_len // size)
     numbers = (
         f"max_model_len={max_model_len} needs {per_sequence} blocks of {size} tokens "
         f"({per_sequence * per_block / GIB:.3f} GiB of KV cache), but {source} gives {blocks} blocks = {tokens} tokens"
@@ -55,63 +67,28 @@ def plan_cache(model: Decoder, config: EngineConfig, dtype: torch.dtype, max_mod
     remedy = "give the cache more memory (" + (
         "num_gpu_blocks_override"
         if override is not None
-        else "cpu_kv_cache_gib"
-        if model.device.type == "cpu"
-        else "gpu_memory_utilization"
+        else "gpu_memory_utilization, cpu_kv_cache_gib on a CPU, or a smaller kv_cache_dtype on a GPU"
     )
-    if tokens < 2 or (config.model.max_model_len is not None and override is None):
+    asked = config.model.max_model_len is not None
+    if tokens < 2 or ((asked or config.model.strict) and override is None):
         short = (per_sequence - blocks) * per_block / GIB
         raise CapacityError(f"{numbers}: {short:.3f} GiB are missing; lower max_model_len or {remedy})")
-    if config.model.max_model_len is not None:
-        warnings.warn(f"{numbers}; longer prompts are refused: {remedy})", stacklevel=2)
+    if asked:
+        warnings.warn(f"{numbers}; longer prompts are refused: {remedy})", stacklevel=3)
         return CachePlan(blocks, max_model_len)
-    warnings.warn(f"{numbers}; max_model_len is lowered to {tokens}: {remedy}) for more", stacklevel=2)
+    warnings.warn(f"{numbers}; max_model_len is lowered to {tokens}: {remedy}) for more", stacklevel=3)
     return CachePlan(blocks, tokens)
 
 
-def cache_budget(model: Decoder, config: EngineConfig, one_sequence: int) -> tuple[int, str]:
-    """Bytes for the cache, and in words where the number comes from. one_sequence: bytes of one of full length."""
-    if model.device.type == "cpu":
-        free = available_cpu_bytes()
-        usual = max(int(CPU_USUAL_GIB * GIB), one_sequence)
-        budget = min(int(free * CPU_SHARE), int(config.cache.cpu_kv_cache_gib * GIB), usual)
-        words = f"half of {free / GIB:.2f} GiB free memory, at most cpu_kv_cache_gib={config.cache.cpu_kv_cache_gib:g},"
-        return budget, words
-    peak = activation_bytes(model, config)
-    free, total = torch.cuda.mem_get_info(model.device)
-    # What torch holds but does not use is counted as used by the driver, yet the cache can have it.
-    spare = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    used = total - free - spare
-    budget = int(total * config.cache.gpu_memory_utilization) - used - peak
-    words = (
-        f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} of {total / GIB:.2f} GiB, less "
-        f"{used / GIB:.2f} GiB in use and {peak / GIB:.2f} GiB for activations,"
+def cache_budget(config: EngineConfig, one_sequence: int) -> tuple[int, str]:
+    """Bytes for the cache of a CPU, and where the number comes from. one_sequence: bytes of one of full length."""
+    free = available_cpu_bytes()
+    usual = max(int(CPU_USUAL_GIB * GIB), one_sequence)
+    budget = min(int(free * CPU_SHARE), int(config.cache.cpu_kv_cache_gib * GIB), usual)
+    return (
+        budget,
+        f"half of {free / GIB:.2f} GiB free memory, at most cpu_kv_cache_gib={config.cache.cpu_kv_cache_gib:g},",
     )
-    return budget, words
-
-
-@torch.inference_mode()
-def activation_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Peak bytes of a step of max_num_batched_tokens tokens and of the logits of max_num_seqs rows, by trying it."""
-    tokens, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(model.device)
-    before = torch.cuda.memory_allocated(model.device)
-    ids = torch.zeros(tokens, dtype=torch.int64, device=model.device)
-    try:
-        hidden = model.forward(ids, torch.arange(tokens, device=model.device), DenseContext(1, tokens))
-        logits = model.logits(hidden[:1].expand(min(rows, tokens), -1))
-        # The sampler holds the logits, a changed copy and float64 sums at most.
-        logits.double().cumsum(dim=-1)
-    except torch.cuda.OutOfMemoryError as error:
-        raise CapacityError(
-            f"a step of {tokens} tokens does not fit the memory left beside the weights "
-            f"({model.memory_bytes() / GIB:.2f} GiB): {error}; lower max_num_batched_tokens or max_num_seqs"
-        ) from error
-    peak = torch.cuda.max_memory_allocated(model.device) - before
-    del ids, hidden, logits
-    torch.cuda.empty_cache()
-    return peak
 
 
 def available_cpu_bytes() -> int:

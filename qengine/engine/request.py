@@ -32,6 +32,7 @@ class SequenceOutput:
         self._params = params
         self._ends = frozenset() if params.ignore_eos else eos_ids
         self._max_output = min(max_len - seq.num_prompt, params.max_tokens or max_len)
+        seq.limit = seq.num_prompt + self._max_output
         self._stops = StopStrings(params.stop or (), include=params.include_stop_str_in_output)
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
@@ -44,8 +45,7 @@ class SequenceOutput:
 
     def append(self, token: int) -> StreamDelta:
         """Add a sampled token: text, stop conditions, length."""
-        self.seq.token_ids.append(token)
-        count = self.seq.num_output
+        count = self.seq.learn(token)
         may_stop = count >= self._params.min_tokens
         if may_stop and token in self._ends:
             self.finish_reason = "stop"
@@ -79,7 +79,7 @@ class SequenceOutput:
         return CompletionOutput(
             index=self.seq.index,
             text=self.text,
-            token_ids=self.seq.token_ids[self.seq.num_prompt :],
+            token_ids=self.seq.output_ids,
             cumulative_logprob=self.cumulative_logprob,
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,

@@ -1,4 +1,4 @@
-"""Computes a step on the device: owns the model and the KV cache tensors, knows nothing of queues or text."""
+"""Computes a step: owns the model and the KV cache tensors, knows nothing of queues or text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 
 from qengine.engine.block_manager import Copy
 from qengine.engine.sampler import SampleRow, Samples, TokenLogprobs, logprobs_of, sample
-from qengine.engine.step import StepItem, StepResult
+from qengine.engine.step import NO_SWAP, Done, Launched, StepItem, StepResult
+from qengine.engine.swap import SwapDevice, SwapSpace, TensorSwapDevice
+from qengine.engine.swap_orders import SwapOrders
 from qengine.layers.attention import KVCache, PagedBatch, PagedContext
 from qengine.models import Decoder
 
@@ -14,18 +16,117 @@ LOGIT_ROWS = 128
 """Prompt positions whose logits are held at once."""
 
 
-class Runner:
-    """Runs a Decoder on a paged cache. vocab_size: ids from here on are padding and never sampled."""
+class RunnerBase:
+    """What all runners share: from hidden states to tokens and logprobs. vocab_size: see Runner."""
+
+    def __init__(self, model: Decoder, vocab_size: int) -> None:
+        self.model = model
+        self._vocab_size = vocab_size
+        self._swap: SwapSpace | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """See StepRunner."""
+        return False
+
+    def launch(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> Launched:
+        """See StepRunner."""
+        return Done(self.run(items, copies, swap))
+
+    def run(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> StepResult:
+        """See StepRunner."""
+        return self.launch(items, copies, swap).result()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a cache block over all layers."""
+        raise NotImplementedError
+
+    def open_swap(self, num_cpu_blocks: int) -> SwapSpace:
+        """Take CPU memory for so many blocks; `run` carries out swap orders from now on. Raises CapacityError."""
+        self._swap = SwapSpace(self._swap_device(num_cpu_blocks))
+        return self._swap
+
+    def close(self) -> None:
+        """Give back the CPU memory for swapping; nothing is run after this."""
+        if self._swap is not None:
+            self._swap.close()
+            self._swap = None
+
+    def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
+        raise NotImplementedError
+
+    def _begin_step(self, swap: SwapOrders) -> None:
+        """The copies between the tiers; before anything of the step is enqueued."""
+        assert self._swap is not None or not swap, "swap orders without CPU memory to swap to"
+        if self._swap is not None:
+            self._swap.begin_step(swap)
+
+    def _sample(self, items: list[StepItem], hidden: torch.Tensor) -> Samples:
+        """Logits of the last position of each item that samples, and a token for each of its rows."""
+        last: list[int] = []
+        repeat: list[int] = []
+        rows: list[SampleRow] = []
+        offset = 0
+        for item in items:
+            offset += item.end - item.start
+            if item.rows:
+                repeat += [len(last)] * len(item.rows)
+                last.append(offset - 1)
+                rows += item.rows
+        if not rows:
+            return Samples([], [])
+        logits = self.model.logits(hidden[torch.tensor(last, device=hidden.device)])
+        if len(repeat) != len(last):
+            logits = logits[torch.tensor(repeat, device=hidden.device)]
+        return sample(logits, rows, self._vocab_size)
+
+    def _sample_logits(self, items: list[StepItem], logits: torch.Tensor) -> Samples:
+        """The same from logits [len(items), V], a row for each item."""
+        rows = [row for item in items for row in item.rows]
+        repeat = [index for index, item in enumerate(items) for _ in item.rows]
+        if repeat != list(range(len(logits))):
+            logits = logits[torch.tensor(repeat, device=logits.device)]
+        return sample(logits.float(), rows, self._vocab_size) if rows else Samples([], [])
+
+    def _score(self, items: list[StepItem], hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs of prompt tokens, LOGIT_ROWS positions at a time."""
+        result: dict[int, list[TokenLogprobs]] = {}
+        offset = 0
+        for item in items:
+            scores: list[TokenLogprobs] = []
+            for first in range(item.scored.start, item.scored.stop, LOGIT_ROWS):
+                end = min(first + LOGIT_ROWS, item.scored.stop)
+                rows = hidden[offset + first - item.start : offset + end - item.start]
+                targets = item.token_ids[first + 1 : end + 1]
+                counts = [item.num_logprobs] * len(targets)
+                scores += logprobs_of(self.model.logits(rows), targets, counts, self._vocab_size)
+            if scores:
+                result[item.seq_id] = scores
+            offset += item.end - item.start
+        return result
+
+
+class Runner(RunnerBase):
+    """Runs a Decoder on a paged cache in plain torch. vocab_size: ids from here on are padding and never sampled."""
 
     def __init__(self, model: Decoder, cache: KVCache, block_size: int, vocab_size: int) -> None:
-        self.model = model
+        super().__init__(model, vocab_size)
         self._cache = cache
         self._block_size = block_size
-        self._vocab_size = vocab_size
+
+    @property
+    def block_bytes(self) -> int:
+        """See RunnerBase."""
+        return sum(layer[0].nbytes for layers in (self._cache.k, self._cache.v) for layer in layers)
+
+    def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
+        return TensorSwapDevice([*self._cache.k, *self._cache.v], num_cpu_blocks)
 
     @torch.inference_mode()
-    def run(self, items: list[StepItem], copies: list[Copy]) -> StepResult:
+    def run(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> StepResult:
         """One step. The only wait for the device is for the sampled tokens and logprobs."""
+        self._begin_step(swap)
         self._copy_blocks(copies)
         ids, positions, batch = self._inputs(items)
         hidden = self.model.forward(ids, positions, PagedContext(self._cache, batch))
@@ -62,39 +163,3 @@ class Runner:
         )
         both = torch.tensor([ids, positions], dtype=torch.int64, device=device)
         return both[0], both[1], batch
-
-    def _sample(self, items: list[StepItem], hidden: torch.Tensor) -> Samples:
-        """Logits of the last position of each item that samples, and a token for each of its rows."""
-        last: list[int] = []
-        repeat: list[int] = []
-        rows: list[SampleRow] = []
-        offset = 0
-        for item in items:
-            offset += item.end - item.start
-            if item.rows:
-                repeat += [len(last)] * len(item.rows)
-                last.append(offset - 1)
-                rows += item.rows
-        if not rows:
-            return Samples([], [])
-        logits = self.model.logits(hidden[torch.tensor(last, device=hidden.device)])
-        if len(repeat) != len(last):
-            logits = logits[torch.tensor(repeat, device=hidden.device)]
-        return sample(logits, rows, self._vocab_size)
-
-    def _score(self, items: list[StepItem], hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
-        """Logprobs of prompt tokens, LOGIT_ROWS positions at a time."""
-        result: dict[int, list[TokenLogprobs]] = {}
-        offset = 0
-        for item in items:
-            scores: list[TokenLogprobs] = []
-            for first in range(item.scored.start, item.scored.stop, LOGIT_ROWS):
-                end = min(first + LOGIT_ROWS, item.scored.stop)
-                rows = hidden[offset + first - item.start : offset + end - item.start]
-                targets = item.token_ids[first + 1 : end + 1]
-                counts = [item.num_logprobs] * len(targets)
-                scores += logprobs_of(self.model.logits(rows), targets, counts, self._vocab_size)
-            if scores:
-                result[item.seq_id] = scores
-            offset += item.end - item.start
-        return result

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from qengine.engine.block_manager import Copy
 from qengine.engine.sampler import SampleRow, Samples, TokenLogprobs
+from qengine.engine.swap_orders import SwapOrders
 
 
 @dataclass
@@ -35,9 +36,52 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
+NO_SWAP = SwapOrders()
+"""Orders of a step that copies nothing between the tiers."""
+
+
+class Launched(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step."""
+        ...
+
+
+@dataclass
+class Done:
+    """A step that is over."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        """See Launched."""
+        return self.value
+
+
 class StepRunner(Protocol):
     """What the engine needs of a runner."""
 
-    def run(self, items: list[StepItem], copies: list[Copy]) -> StepResult:
-        """Make the block copies, compute the items, write their cache and sample."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns before the step is over, so that the next one can be launched meanwhile.
+
+        That one's items may then end in a token that is UNKNOWN, for whose sequence the runner samples it just now.
+        """
+        ...
+
+    def launch(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> Launched:
+        """`run`, without waiting for it."""
+        ...
+
+    def run(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> StepResult:
+        """Make the copies between the tiers, those on the device, compute the items, write their cache and sample.
+
+        swap: see SwapOrders for what must be finished when. A step without any must still wait for the late copies of
+        the step before (SwapSpace.begin_step does).
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what outlives the runner's tensors: the CPU memory for swapping."""
         ...

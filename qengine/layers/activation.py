@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from qengine.errors import UnsupportedError
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
+from qengine.kernels.fused.ref import ACTIVATIONS
 
 
-def _relu2(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
+@dataclass(frozen=True)
+class GatedActivation:
+    """act(gate) * up."""
+
+    name: str
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Gate and up [T, I] of one dtype, rows dense -> [T, I]."""
+        if gate.is_cuda:
+            from qengine.kernels.fused import ops
+
+            return ops.act_and_mul((gate, up), self.name)
+        return ACTIVATIONS[self.name](gate) * up
 
 
-_tanh_gelu = partial(F.gelu, approximate="tanh")
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_python": F.gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_fast": _tanh_gelu,
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-    "relu2": _relu2,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-
-
-def activation(name: str) -> Activation:
+def gated_activation(name: str) -> GatedActivation:
     """The function called `name`. Raises UnsupportedError with the known names."""
     if name not in ACTIVATIONS:
         raise UnsupportedError(f"activation {name!r} is not supported; known are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    return GatedActivation(name)

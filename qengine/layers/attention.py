@@ -7,12 +7,64 @@ from typing import Protocol
 
 import torch
 
+from qengine.kernels.fused.ref import rotate
 from qengine.kernels.paged_attn.plan import PagedPlan
 from qengine.kernels.paged_attn.ref import causal_attention, paged_attention, write_cache
+from qengine.layers.norm import HeadNorm
+from qengine.layers.rope import Rotary
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One layer's attention, all but its weights.
+
+    heads, kv_heads of head_dim; scale multiplies q.k; softcap: cap * tanh(x / cap) on the scores; sliding_window:
+    tokens seen, the query's own included; head_norm: over q and k heads, before they are rotated.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None = None
+    sliding_window: int | None = None
+    head_norm: HeadNorm | None = None
 
 
 class AttentionContext(Protocol):
     """What a decoder layer asks of the sequences it runs on."""
+
+    def attend_joined(
+        self, layer_index: int, qkv: torch.Tensor, rotary: Rotary | None, shape: AttentionShape
+    ) -> torch.Tensor:
+        """Norm and rotate the heads of qkv [T, (Hq + 2 Hkv) * D], keep keys and values, attend: [T, Hq * D].
+
+        qkv may be overwritten.
+        """
+        ...
+
+    def token_lengths(self, device: torch.device) -> torch.Tensor:
+        """int64 [T]: for each token the length that its sequence's rotary embedding goes by (see layers/rope.py)."""
+        ...
+
+
+class _SplitHeads:
+    """attend_joined in plain torch, for contexts that attend with q, k and v apart."""
+
+    def attend_joined(
+        self, layer_index: int, qkv: torch.Tensor, rotary: Rotary | None, shape: AttentionShape
+    ) -> torch.Tensor:
+        """See AttentionContext."""
+        heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+        turning = shape.heads + shape.kv_heads
+        qk, v = heads[:, :turning], heads[:, turning:]
+        if shape.head_norm is not None:
+            qk = shape.head_norm(qk)
+        if rotary is not None:
+            qk = rotate(qk, rotary.cos, rotary.sin, rotary.interleaved)
+        q, k = qk[:, : shape.heads], qk[:, shape.heads :]
+        options = {"scale": shape.scale, "softcap": shape.softcap, "sliding_window": shape.sliding_window}
+        return self.attend(layer_index, q, k, v, **options).reshape(qkv.shape[0], -1)  # type: ignore[arg-type]
 
     def attend(
         self,
@@ -26,14 +78,10 @@ class AttentionContext(Protocol):
         sliding_window: int | None,
     ) -> torch.Tensor:
         """Causal attention: q [T, Hq, D], k and v [T, Hkv, D] of the step's tokens; returns [T, Hq, D]."""
-        ...
-
-    def token_lengths(self, device: torch.device) -> torch.Tensor:
-        """int64 [T]: for each token the length that its sequence's rotary embedding goes by (see layers/rope.py)."""
-        ...
+        raise NotImplementedError
 
 
-class DenseContext:
+class DenseContext(_SplitHeads):
     """`batch` sequences of `length` tokens each, one after the other, without a cache."""
 
     def __init__(self, batch: int, length: int) -> None:
@@ -51,7 +99,7 @@ class DenseContext:
         softcap: float | None,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """See AttentionContext."""
+        """See _SplitHeads."""
         parts = [
             causal_attention(*(x[rows] for x in (q, k, v)), scale=scale, softcap=softcap, sliding_window=sliding_window)
             for rows in (slice(i * self.length, (i + 1) * self.length) for i in range(self.batch))
@@ -117,7 +165,7 @@ class PagedBatch:
     prompt_lens: list[int] | None = None
 
 
-class PagedContext:
+class PagedContext(_SplitHeads):
     """A step on a paged cache: each layer writes its new keys and values, then attends. Good for one forward pass."""
 
     def __init__(self, cache: KVCache, batch: PagedBatch) -> None:
@@ -136,7 +184,7 @@ class PagedContext:
         softcap: float | None,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """See AttentionContext."""
+        """See _SplitHeads."""
         k_cache, v_cache = self.cache.k[layer_index], self.cache.v[layer_index]
         write_cache(k, v, k_cache, v_cache, self.batch.slot_mapping)
         return paged_attention(

@@ -1,8 +1,10 @@
-"""Joining linear layers that read the same input into one, so that a step makes one call instead of two or three."""
+"""Rewriting linear layers at load, so that a step does less: joining those that read the same input into one, and
+folding the order of an act-order layer's columns into the layers before it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -59,3 +61,46 @@ def _join_biases(biases: list[tuple[torch.Tensor | None, int]]) -> torch.Tensor 
     if not known:
         return None
     return torch.cat([known[0].new_zeros(rows) if bias is None else bias for bias, rows in biases])
+
+
+def fold_order(inputs: Sequence[LinearWeight], output: LinearWeight) -> tuple[list[LinearWeight], LinearWeight]:
+    """Weights whose products are those of `output` on an element-wise function of `inputs`, without act-order.
+
+    output [N, K] reads f(results of the inputs) [T, K]; f goes element by element (act(gate) * up), and nothing else
+    reads these results. Its columns are sorted by group and the rows of each input, K or stacked multiples
+    of K (gate_up_proj), are put in the same order, so that activations need no permutation. All are
+    returned as they came where `output` has no order, or groups that are unequal and have to be padded.
+    """
+    order = _group_order(output)
+    if order is None or any(_rows(part) % order.numel() for part in inputs):
+        return list(inputs), output
+    assert isinstance(output, QuantizedWeight), "only quantized weights have an order"
+    spec = replace(output.spec, desc_act=False)
+    return [_reorder_rows(part, order) for part in inputs], replace(output, q=output.q[:, order], g_idx=None, spec=spec)
+
+
+def _group_order(weight: LinearWeight) -> torch.Tensor | None:
+    """int64 [K]: columns in the order of their groups; None where that is their own order or the groups are unequal."""
+    if not isinstance(weight, QuantizedWeight) or weight.g_idx is None:
+        return None
+    groups = weight.g_idx.long()
+    columns = torch.arange(groups.numel(), device=groups.device)
+    order = torch.argsort(groups, stable=True)
+    if torch.equal(order, columns) or not torch.equal(groups[order], columns // weight.group_size):
+        return None
+    return order
+
+
+def _rows(weight: LinearWeight) -> int:
+    return weight.weight.shape[0] if isinstance(weight, PlainWeight) else weight.shape[0]
+
+
+def _reorder_rows(weight: LinearWeight, order: torch.Tensor) -> LinearWeight:
+    """The weight with its rows, and those of its bias, in `order`, within each stack of len(order) rows."""
+    starts = torch.arange(0, _rows(weight), order.numel(), device=order.device)
+    rows = (starts[:, None] + order[None, :]).flatten()
+    bias = None if weight.bias is None else weight.bias[rows.to(weight.bias.device)]
+    if isinstance(weight, PlainWeight):
+        return PlainWeight(weight.weight[rows.to(weight.weight.device)], bias)
+    rows = rows.to(weight.q.device)
+    return replace(weight, q=weight.q[rows], scales=weight.scales[rows], zeros=weight.zeros[rows], bias=bias)

@@ -70,6 +70,12 @@ class Rope:
 
     def rotary(self, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype) -> Rotary:
         """Angles for int64 positions [T]. lengths: int64 [T], needed where `spec.needs_lengths`."""
+        if positions.is_cuda:
+            from qengine.kernels.fused import ops
+
+            interleaved = self.spec.interleaved
+            cos, sin = ops.rotary_angles(positions, self._inverse(lengths), self._cos_factor, dtype, interleaved)
+            return Rotary(cos, sin, interleaved)
         angles = positions.to(torch.float32)[:, None] * self._inverse(lengths)
         if self.spec.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qengine.errors import CheckpointError
-from qengine.layers.activation import activation
+from qengine.layers.activation import gated_activation
 from qengine.layers.rope import RopeSpec
 from qengine.models.config_reader import ConfigReader
 from qengine.models.spec import LayerSpec, ModelSpec
@@ -68,5 +68,5 @@ def common_spec(config: ConfigReader, layers: tuple[LayerSpec, ...], **fields: A
     if "activation" not in fields:
         values["activation"] = config.string("hidden_act")
     spec = ModelSpec(**{**values, **fields})
-    activation(spec.activation)
+    gated_activation(spec.activation)
     return spec

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from qengine.kernels.fused.ref import rotate, softcap
-from qengine.layers.activation import Activation
-from qengine.layers.attention import AttentionContext
+from qengine.kernels.fused.ref import softcap
+from qengine.layers.activation import GatedActivation
+from qengine.layers.attention import AttentionContext, AttentionShape
 from qengine.layers.embedding import Embedding
 from qengine.layers.linear import Linear
 from qengine.layers.norm import HeadNorm, Norm, RMSNorm
+from qengine.layers.residual import Pending, add_and_norm
 from qengine.layers.rope import Rope, Rotary
 from qengine.models.spec import ModelSpec
 
@@ -35,35 +36,31 @@ class Attention:
         self.index = index
         self.inputs = tuple(inputs)
         self.output = output
-        self.head_norm = head_norm
         self.full_norms = full_norms
-        self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.scale, self.softcap = spec.attn_scale, spec.attn_softcap
-        self.window = spec.layers[index].sliding_window
+        self.shape = AttentionShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.attn_scale,
+            spec.attn_softcap,
+            spec.layers[index].sliding_window,
+            head_norm,
+        )
 
     def __call__(self, x: torch.Tensor, rotary: Rotary | None, attn: AttentionContext) -> torch.Tensor:
         """X [T, H], normed -> [T, H]."""
-        rows, turning = x.shape[0], self.heads + self.kv_heads
         qkv = self.inputs[0](x) if len(self.inputs) == 1 else torch.cat([linear(x) for linear in self.inputs], dim=-1)
         if self.full_norms is not None:
-            split = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
-            q, k, v = qkv.split(split, dim=-1)
+            kv = self.shape.kv_heads * self.shape.head_dim
+            q, k, v = qkv.split([self.shape.heads * self.shape.head_dim, kv, kv], dim=-1)
             qkv = torch.cat((self.full_norms[0](q), self.full_norms[1](k), v), dim=-1)
-        heads = qkv.view(rows, -1, self.head_dim)
-        qk, v = heads[:, :turning], heads[:, turning:]
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        if rotary is not None:
-            qk = rotate(qk, rotary.cos, rotary.sin, rotary.interleaved)
-        q, k = qk[:, : self.heads], qk[:, self.heads :]
-        mixed = attn.attend(self.index, q, k, v, scale=self.scale, softcap=self.softcap, sliding_window=self.window)
-        return self.output(mixed.reshape(rows, -1))
+        return self.output(attn.attend_joined(self.index, qkv, rotary, self.shape))
 
 
 class MLP:
     """down(act(gate(x)) * up(x)). inputs: gate and up, in this order: one joined, or two."""
 
-    def __init__(self, act: Activation, size: int, inputs: Sequence[Linear], output: Linear) -> None:
+    def __init__(self, act: GatedActivation, size: int, inputs: Sequence[Linear], output: Linear) -> None:
         self.act = act
         self.size = size
         self.inputs = tuple(inputs)
@@ -76,7 +73,7 @@ class MLP:
             gate, up = both[:, : self.size], both[:, self.size :]
         else:
             gate, up = self.inputs[0](x), self.inputs[1](x)
-        return self.output(self.act(gate) * up)
+        return self.output(self.act(gate, up))
 
 
 class DecoderLayer:
@@ -104,8 +101,9 @@ class DecoderLayer:
         self._linears = linears
 
     def __call__(self, hidden: torch.Tensor, positions: torch.Tensor, attn: AttentionContext) -> torch.Tensor:
-        """hidden [T, H], positions int64 [T] -> hidden [T, H]."""
-        return self.forward(hidden, self.rotary(positions, attn), attn)
+        """hidden [T, H], positions int64 [T] -> hidden [T, H], a new tensor."""
+        own = hidden if hidden.is_cpu else hidden.clone()
+        return add_and_norm(*self.forward(own, None, self.rotary(positions, attn), attn), None)[0]
 
     def rotary(self, positions: torch.Tensor, attn: AttentionContext) -> Rotary | None:
         """The angles that `forward` wants; layers with the same `rope` may share them."""
@@ -114,18 +112,17 @@ class DecoderLayer:
         lengths = attn.token_lengths(positions.device) if self.rope.spec.needs_lengths else None
         return self.rope.rotary(positions, lengths, self.dtype)
 
-    def forward(self, hidden: torch.Tensor, rotary: Rotary | None, attn: AttentionContext) -> torch.Tensor:
-        """As __call__, with the angles already computed."""
+    def forward(
+        self, hidden: torch.Tensor, pending: Pending | None, rotary: Rotary | None, attn: AttentionContext
+    ) -> tuple[torch.Tensor, Pending]:
+        """(hidden, what is still to be added to it) after this layer; the same two come from the layer before."""
         attention_in, attention_out, mlp_in, mlp_out = self.norms
-        x = hidden if attention_in is None else attention_in(hidden)
+        hidden, x = add_and_norm(hidden, pending, attention_in)
         mixed = self.attention(x, rotary, attn)
-        if attention_out is not None:
-            mixed = attention_out(mixed)
-        hidden = hidden + mixed
         if self.parallel:
-            return hidden + self.mlp(x)
-        x = self.mlp(hidden if mlp_in is None else mlp_in(hidden))
-        return hidden + (x if mlp_out is None else mlp_out(x))
+            return hidden + mixed, Pending(self.mlp(x))
+        hidden, x = add_and_norm(hidden, Pending(mixed, attention_out), mlp_in)
+        return hidden, Pending(self.mlp(x), mlp_out)
 
     def linears(self) -> dict[str, Linear]:
         """By the checkpoint's names, relative to the layer; joined ones as "self_attn.q_proj+k_proj+v_proj"."""
@@ -133,7 +130,7 @@ class DecoderLayer:
 
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        norms = [self.attention.head_norm, *(self.attention.full_norms or ()), *self.norms]
+        norms = [self.attention.shape.head_norm, *(self.attention.full_norms or ()), *self.norms]
         linears = sum(linear.nbytes() for linear in self._linears.values())
         return linears + sum(norm.nbytes() for norm in norms if norm is not None)
 
@@ -166,18 +163,23 @@ class Decoder:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionContext) -> torch.Tensor:
         """Token ids and positions, int64 [T] -> hidden states [T, H] after the final norm."""
         hidden = self.embedding(input_ids)
+        pending: Pending | None = None
         angles: dict[int, Rotary | None] = {}
         for layer in self.layers:
             key = id(layer.rope)
             if key not in angles:
                 angles[key] = layer.rotary(positions, attn)
-            hidden = layer.forward(hidden, angles[key], attn)
-        return self.norm(hidden)
+            hidden, pending = layer.forward(hidden, pending, angles[key], attn)
+        return add_and_norm(hidden, pending, self.norm)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [R, H] -> float32 [R, vocab_size]."""
-        logits = self.head(hidden).float()
-        return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same in the dtype that they are computed in."""
+        logits = self.head(hidden)
+        return logits if self.spec.logit_softcap is None else softcap(logits.float(), self.spec.logit_softcap)
 
     def memory_bytes(self) -> int:
         """Bytes of all weights; an embedding that the head shares counts once."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 
 import torch
 
 from qengine.checkpoint import Checkpoint
 from qengine.errors import CheckpointError
-from qengine.layers.activation import activation
+from qengine.layers.activation import gated_activation
 from qengine.layers.embedding import Embedding
-from qengine.layers.join import join_weights
+from qengine.layers.int8_weight import quantize_int8
+from qengine.layers.join import fold_order, join_weights
 from qengine.layers.linear import Linear, Split
 from qengine.layers.norm import HeadNorm, LayerNorm, Norm, RMSNorm
 from qengine.layers.rope import Rope, RopeSpec
@@ -24,11 +25,20 @@ from qengine.quant import LinearWeight, PlainWeight, WeightSource, open_weights
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where and how the two largest dense matrices are held: see ModelConfig.embedding_on_host and lm_head_dtype."""
+
+    embedding_on_host: bool = False
+    int8_head: bool = False
+
+
 def load_model(
     ckpt: Checkpoint,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    placement: Placement | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """The checkpoint's model on `device`, computing in `dtype`. progress(done, total) is called after each layer.
@@ -46,7 +56,7 @@ def load_model(
         if progress is not None:
             progress(index + 1, spec.num_layers)
     norm = loader.norm(f"{spec.prefix}norm")
-    head, embedding = loader.head_and_embedding()
+    head, embedding = loader.head_and_embedding(placement or Placement())
     return Decoder(spec, dtype, loader.device, embedding, layers, norm, head)
 
 
@@ -131,11 +141,15 @@ class _Loader:
         gate_up = ["gate_up_proj"] if spec.fused_gate_up else ["gate_proj", "up_proj"]
         attention_inputs = self._linears(start, "self_attn", qkv, "columns", fuse, linears)
         attention_output = self._linears(start, "self_attn", ["o_proj"], "rows", fuse, linears)[0]
-        mlp_inputs = self._linears(start, "mlp", gate_up, "columns", fuse, linears)
-        mlp_output = self._linears(start, "mlp", ["down_proj"], "rows", fuse, linears)[0]
+        gates, down = self._weights(start, "mlp", gate_up), self._weights(start, "mlp", ["down_proj"])
+        if fuse:
+            # between them is nothing but an element-wise function, and nothing else reads what gate and up give
+            gates, down[0] = fold_order(gates, down[0])
+        mlp_inputs = self._linears(start, "mlp", gate_up, "columns", fuse, linears, gates)
+        mlp_output = self._linears(start, "mlp", ["down_proj"], "rows", fuse, linears, down)[0]
         head_norm, full_norms = self._qk_norms(f"{start}self_attn.")
         attention = Attention(spec, index, attention_inputs, attention_output, head_norm, full_norms)
-        mlp = MLP(activation(spec.activation), spec.intermediate_size, mlp_inputs, mlp_output)
+        mlp = MLP(gated_activation(spec.activation), spec.intermediate_size, mlp_inputs, mlp_output)
         names = spec.norms
         places = (
             (names.attention_in, self.dtype),
@@ -147,11 +161,21 @@ class _Loader:
         rope = self._rope(spec.layers[index].rope)
         return DecoderLayer(spec, self.dtype, attention, mlp, (first, second, third, fourth), rope, linears)
 
+    def _weights(self, start: str, block: str, names: list[str]) -> list[LinearWeight]:
+        return [self._weight(f"{start}{block}.{name}", f"{block}.{name}") for name in names]
+
     def _linears(
-        self, start: str, block: str, names: list[str], split: Split, fuse: bool, into: dict[str, Linear]
+        self,
+        start: str,
+        block: str,
+        names: list[str],
+        split: Split,
+        fuse: bool,
+        into: dict[str, Linear],
+        weights: list[LinearWeight] | None = None,
     ) -> list[Linear]:
         """The named linears of a block, joined if asked for and possible; also put into `into` by relative name."""
-        weights = [self._weight(f"{start}{block}.{name}", f"{block}.{name}") for name in names]
+        weights = self._weights(start, block, names) if weights is None else weights
         joined = join_weights(weights) if fuse and len(weights) > 1 else None
         parts = {"+".join(names): joined} if joined is not None else dict(zip(names, weights, strict=True))
         made = []
@@ -162,7 +186,7 @@ class _Loader:
         return made
 
     def _weight(self, name: str, relative: str) -> LinearWeight:
-        weight = self.source.linear(name)
+        weight = self.source.linear(name, self.device)
         shape = self.spec.linear_shapes()[relative]
         _check_shape(name, weight.weight.shape if isinstance(weight, PlainWeight) else weight.shape, shape)
         if weight.bias is not None and tuple(weight.bias.shape) != (shape[0],):
@@ -218,8 +242,8 @@ class _Loader:
         self._ropes.append((spec, rope))
         return rope
 
-    def head_and_embedding(self) -> tuple[Linear, Embedding]:
-        """The output head and the embedding, which share memory where the head is tied and dense."""
+    def head_and_embedding(self, placement: Placement) -> tuple[Linear, Embedding]:
+        """The output head and the embedding; they share memory where the head is tied, dense and on the same device."""
         spec, name = self.spec, f"{self.spec.prefix}embed_tokens.weight"
         table = self.source.tensor(name)
         expected = (spec.vocab_size, spec.hidden_size)
@@ -231,11 +255,17 @@ class _Loader:
                 text = "config.json ties %s to the embedding, but the files hold a different head, which is used"
                 logger.warning(text, spec.head_name)
             _check_shape(spec.head_name, self.source.linear_shape(spec.head_name), expected)
-            weight = self.source.linear(spec.head_name)
+            weight = self.source.linear(spec.head_name, self.device)
+        tied = isinstance(weight, PlainWeight) and weight.weight is table
+        if placement.int8_head and isinstance(weight, PlainWeight):
+            weight = quantize_int8(weight.weight.to(self.device), weight.bias)
         head = Linear(spec.head_name, weight, dtype=self.dtype, device=self.device, split="columns")
-        shared = head.dense_weight() if isinstance(weight, PlainWeight) and weight.weight is table else None
+        shared = head.dense_weight() if tied and not placement.embedding_on_host else None
         if shared is None:
             narrow = table.dtype if table.dtype.itemsize < self.dtype.itemsize else self.dtype
-            shared = table.to(self.device, narrow, copy=True)
+            place = torch.device("cpu") if placement.embedding_on_host else self.device
+            shared = table.to(place, narrow, copy=True)
+            if placement.embedding_on_host and self.device.type == "cuda":
+                shared = shared.pin_memory()
         scale = float(torch.tensor(spec.embed_scale).to(self.dtype))
-        return head, Embedding(shared, scale, self.wide)
+        return head, Embedding(shared, scale, self.wide, self.device)

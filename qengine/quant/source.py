@@ -80,8 +80,14 @@ class WeightSource:
         self._require(name)
         return None
 
-    def linear(self, name: str) -> LinearWeight:
-        """Module `name` unpacked on the CPU: [N, K]. CheckpointError if absent, UnsupportedError if not servable."""
+    def linear(self, name: str, device: torch.device | None = None) -> LinearWeight:
+        """Module `name` unpacked: [N, K]. CheckpointError if absent, UnsupportedError if not servable.
+
+        device: where it is unpacked, from packed tensors copied there; None is the CPU, without a copy.
+        """
+        if device is not None and device.type != "cpu":
+            with self._tensors.placed_on(device):
+                return self.linear(name)
         if self._reader and name in self._quantized:
             return self._reader.load(name)
         self._require(name)

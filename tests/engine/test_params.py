@@ -1,5 +1,3 @@
-import warnings
-
 import numpy as np
 import pytest
 
@@ -89,7 +87,7 @@ def test_bias_keys_may_be_text_and_values_are_clamped():
         ({"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
         ({"zzzzqqq": 1}, "known settings are"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
         ({"block_size": 3}, "block_size=3"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"dtype": "int8"}, "dtype"),
@@ -100,6 +98,10 @@ def test_bias_keys_may_be_text_and_values_are_clamped():
         ({"enforce_eager": "yes"}, "enforce_eager"),
         ({"device": "tpu"}, "device"),
         ({"swap_space": -1}, "swap_space"),
+        ({"swap_threshold": -0.1}, "swap_threshold"),
+        ({"swap_threshold": float("nan")}, "swap_threshold"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo'"),
+        ({"priority_ageing": 0}, "priority_ageing"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
         ({"trust_remote_code": 1}, "trust_remote_code"),
         ({"generation_config": "other"}, "generation_config"),
@@ -118,13 +120,15 @@ def test_settings_have_vllms_defaults():
     assert all_defaults()["block_size"] == 16
 
 
-def test_swap_space_warns_only_when_asked_for():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        EngineConfig.from_kwargs(model="m")
-        EngineConfig.from_kwargs(model="m", swap_space=0)
-    with pytest.warns(UserWarning, match="swap_space=8"):
-        EngineConfig.from_kwargs(model="m", swap_space=8)
+def test_swapping_and_priorities_have_documented_defaults_and_odd_values():
+    config = EngineConfig.from_kwargs(model="m")
+    assert (config.cache.swap_space, config.cache.swap_threshold) == (4, 1.0)
+    assert (config.scheduler.scheduling_policy, config.scheduler.priority_ageing) == ("fcfs", 60.0)
+    odd = EngineConfig.from_kwargs(
+        model="m", swap_space=0, swap_threshold=float("inf"), scheduling_policy="priority", priority_ageing=float("inf")
+    )
+    assert odd.cache.swap_threshold == odd.scheduler.priority_ageing == float("inf")
+    assert EngineConfig.from_kwargs(model="m", swap_space=0.5, swap_threshold=0).cache.swap_space == 0.5
 
 
 def test_dtype_names_are_brought_into_one_form():

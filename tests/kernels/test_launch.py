@@ -37,17 +37,18 @@ def test_a_users_table_comes_first(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
     mine = Launch(bm=8, bn=32, split=5, warps=2, prefetch=2)
     row = {"m": 8, "n": 4096, "k": 4096, "bits": 4, "group": 128, "launch": {**mine.__dict__}}
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "sm75.json").write_text(json.dumps({"rows": [row]}))
+    (tmp_path / "launch" / "sm75x40.json").write_text(json.dumps({"count": 40, "rows": [row]}))
     monkeypatch.setenv("QENGINE_CACHE", str(tmp_path))
-    launch.load_table.cache_clear()
+    launch.forget_tables()
     try:
         assert pick(3, 4096, 4096, 128, 75, 65536) == mine
         near = pick(3, 4608, 4096, 128, 75, 65536)
         assert (near.bn, near.warps) == (32, 2), "a near shape takes the tile"
         assert pick(3, 22016, 4096, 128, 75, 65536).bn == 128, "a far one does not"
         assert pick(3, 4096, 4096, 32, 75, 65536).bn == 128, "nor do smaller groups"
+        assert pick(3, 4096, 4096, 128, 75, 65536, sm_count=30).bn == 128, "nor does another card"
     finally:
-        launch.load_table.cache_clear()
+        launch.forget_tables()
 
 
 def test_splits_fill_the_card_in_whole_rounds() -> None:

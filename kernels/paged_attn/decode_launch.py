@@ -1,0 +1,141 @@
+"""How a decode step is launched: constants that follow from the cache, and `pick_decode`, the choice of parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .decode_kinds import KIND_NUMBERS
+
+SM_COUNT = {75: 40, 80: 108, 86: 84, 89: 128, 90: 132}
+WIDE_HEAD = 192
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """One launch of the decode kernel.
+
+    warps: of a program. tokens: of each warp in a tile, a power of two from 16. fetch: see the kernel (0 takes the
+    fewest registers, 2 keeps most loads in flight). per_sm: programs for each multiprocessor. min_tiles: the fewest
+    tiles worth a program. registers: the most a thread may have, or None for the compiler's choice.
+    """
+
+    warps: int = 4
+    tokens: int = 16
+    fetch: int = 2
+    per_sm: int = 3
+    min_tiles: int = 2
+    registers: int | None = None
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile."""
+        return self.warps * self.tokens
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What the kernel's constants follow from.
+
+    kind: of the cache. head_dim: D. group: query heads of a KV head. block_size: tokens a block.
+    """
+
+    kind: str
+    head_dim: int
+    group: int
+    block_size: int
+
+    @property
+    def padded(self) -> int:
+        """D as a power of two, at least 64."""
+        return max(64, 1 << (self.head_dim - 1).bit_length())
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 8 query rows served by one program: 1 or 2; wide heads leave registers for 1."""
+        return 1 if self.group <= 8 or self.head_dim >= WIDE_HEAD else 2
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a program."""
+        return 8 * self.row_groups
+
+    @property
+    def passes(self) -> int:
+        """Programs that read a KV head's tokens, for all its query heads."""
+        return math.ceil(self.group / self.rows)
+
+    @property
+    def elements_a_word(self) -> int:
+        """Cached elements in 4 bytes."""
+        return {"float16": 2, "bfloat16": 2, "int8": 4, "fp8": 4, "int4": 8}[self.kind]
+
+    def vector(self, lanes: int, chunks: int = 1) -> int:
+        """Words of a token that each of `lanes` lanes loads at once, in `chunks` or more: up to 4, as aligned."""
+        words = self.head_dim // self.elements_a_word
+        return min(4, self.padded // self.elements_a_word // (lanes * chunks), words & -words)
+
+    def constants(self, launch: DecodeLaunch, kv_heads: int) -> dict[str, int | bool]:
+        """The kernel's constants, but for SB, HAS_CAP, HAS_WINDOW and ASM."""
+        return {
+            "KIND": KIND_NUMBERS[self.kind],
+            "D": self.head_dim,
+            "DP": self.padded,
+            "BS": self.block_size,
+            "SHIFT": self.block_size.bit_length() - 1,
+            "GROUP": self.group,
+            "HKV": kv_heads,
+            "H": self.row_groups,
+            "VK": self.vector(4, 1 if self.kind == "int4" else 2),
+            "VV": self.vector(8),
+            "WARPS": launch.warps,
+            "TOK": launch.tokens,
+            "TILE_SHIFT": launch.tile.bit_length() - 1,
+            "FETCH": launch.fetch,
+        }
+
+
+def pick_decode(shape: DecodeShape, rows: int, max_seq_len: int, sm: int) -> DecodeLaunch:
+    """The launch for `rows` sequences of at most `max_seq_len` tokens on compute capability `sm`. Pure.
+
+    What limits it are registers: a lane's share of a tile of keys and one of values are in flight at once.
+    """
+    bytes_a_lane = {"float16": 4, "bfloat16": 4, "int8": 2, "fp8": 2, "int4": 1}[shape.kind]
+    if shape.padded >= 256:
+        return DecodeLaunch(tokens=16, fetch=0, per_sm=2)
+    if shape.row_groups == 2:
+        return DecodeLaunch(tokens=16, fetch=1, per_sm=2)
+    if sm < 80:
+        return DecodeLaunch(tokens=16 if bytes_a_lane == 4 else 32, fetch=2, per_sm=2)
+    return DecodeLaunch(warps=2, tokens={4: 32, 2: 64, 1: 64}[bytes_a_lane], fetch=2, per_sm=4)
+
+
+def programs(
+    launch: DecodeLaunch,
+    shape: DecodeShape,
+    kv_heads: int,
+    rows: int,
+    max_seq_len: int,
+    sm_count: int,
+    space_floats: int,
+    num_splits: int | None = None,
+) -> int:
+    """Programs of a launch: per_sm for each multiprocessor, but no more than there are tiles or room for parts.
+
+    Up to a sixth fewer are taken where heads of equal length then are cut into equal parts, or dealt out whole.
+    num_splits: programs for each sequence and KV head instead.
+    """
+    heads = rows * kv_heads * shape.passes
+    slots = sm_count * launch.per_sm
+    if num_splits is not None:
+        wanted = heads * num_splits
+    else:
+        even = heads * (slots // heads) if heads <= slots else math.ceil(heads / math.ceil(heads / slots))
+        wanted = even if 6 * even >= 5 * slots else slots
+    tiles = heads * math.ceil(max(max_seq_len, 1) / launch.tile)
+    return max(1, min(wanted, tiles, space_floats // part_floats(shape)))
+
+
+def part_floats(shape: DecodeShape) -> int:
+    """float32 numbers of workspace that a program needs: two partial results, each with two numbers a row."""
+    return 2 * shape.rows * (shape.padded + 2)

@@ -1,0 +1,266 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Device functions of the decode kernel: cached words (int32) to fp16 or bf16, each with a twin in plain Triton.
+
+Inline PTX does not run in Triton's interpreter, so each takes a constexpr ASM: with it the PTX twin is compiled,
+without it the plain one. Codes become fp16 by putting their bits into the mantissa of a power of two, which is exact:
+int8 as 1152 + q less 1152, int4 as 64 + q (the caller takes 64 times a sum off), fp8 by moving its bits to where fp16
+has them, which is its value times 2^-8 (the caller multiplies the result by 2^8).
+
+A word holds 2, 4 or 8 elements, the first in the lowest bits; of int4's eight the low nibbles are elements of the
+first half of a head, the high nibbles of the second.
+"""
+
+import triton
+import triton.language as tl
+
+from .decode_kinds import FP8, INT8
+
+
+@triton.jit
+def _half(w, SHIFT: tl.constexpr, BF: tl.constexpr):
+    bits = ((w >> SHIFT) & 0xFFFF).to(tl.int16)
+    if BF:
+        return bits.to(tl.bfloat16, bitcast=True)
+    else:
+        return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _code(w, SHIFT: tl.constexpr, KIND: tl.constexpr):
+    # element at bit SHIFT of a word, as the PTX twins give it
+    if KIND == INT8:
+        return ((w << (24 - SHIFT)) >> 24).to(tl.float16)
+    elif KIND == FP8:
+        byte = (w >> SHIFT) & 0xFF
+        return (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return (((w >> SHIFT) & 15) + 64).to(tl.float16)
+
+
+@triton.jit
+def halves(w, BF: tl.constexpr, ASM: tl.constexpr):
+    """The two 16-bit floats of each word."""
+    if ASM:
+        if BF:
+            return tl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;",
+                constraints="=h,=h,r",
+                args=[w],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;",
+                constraints="=h,=h,r",
+                args=[w],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=1,
+            )
+    else:
+        return _half(w, 0, BF), _half(w, 16, BF)
+
+
+@triton.jit
+def bytes4(w, KIND: tl.constexpr, ASM: tl.constexpr):
+    """The four int8 or fp8 elements of each word, in their order."""
+    if ASM:
+        if KIND == INT8:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 x, a, b, c;
+                mov.b32 c, 0x64806480;
+                xor.b32 x, $4, 0x80808080;
+                prmt.b32 a, x, 0x64646464, 0x4140;
+                prmt.b32 b, x, 0x64646464, 0x4342;
+                sub.f16x2 a, a, c;
+                sub.f16x2 b, b, c;
+                mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b;
+                }""",
+                constraints="=h,=h,=h,=h,r",
+                args=[w],
+                dtype=(tl.float16,) * 4,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b, c, d;
+                prmt.b32 a, $4, 0, 0x1404;
+                prmt.b32 b, $4, 0, 0x3424;
+                shr.u32 c, a, 1;
+                shr.u32 d, b, 1;
+                and.b32 c, c, 0x3f803f80;
+                and.b32 d, d, 0x3f803f80;
+                lop3.b32 a, a, 0x80008000, c, 0xea;
+                lop3.b32 b, b, 0x80008000, d, 0xea;
+                mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b;
+                }""",
+                constraints="=h,=h,=h,=h,r",
+                args=[w],
+                dtype=(tl.float16,) * 4,
+                is_pure=True,
+                pack=1,
+            )
+    else:
+        return _code(w, 0, KIND), _code(w, 8, KIND), _code(w, 16, KIND), _code(w, 24, KIND)
+
+
+@triton.jit
+def nibbles8(w, KIND: tl.constexpr, ASM: tl.constexpr):
+    """64 + q of each word's eight int4 codes: low nibbles of bytes 0, 2, 1, 3, then the high nibbles likewise."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, t;
+            shl.b32 t, $8, 4;
+            lop3.b32 a, t, 0x00f000f0, 0x54005400, 0xea;
+            shr.u32 t, $8, 4;
+            lop3.b32 b, t, 0x00f000f0, 0x54005400, 0xea;
+            lop3.b32 c, $8, 0x00f000f0, 0x54005400, 0xea;
+            shr.u32 t, $8, 8;
+            lop3.b32 d, t, 0x00f000f0, 0x54005400, 0xea;
+            mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;
+            }""",
+            constraints="=h,=h,=h,=h,=h,=h,=h,=h,r",
+            args=[w],
+            dtype=(tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (
+            _code(w, 0, KIND),
+            _code(w, 16, KIND),
+            _code(w, 8, KIND),
+            _code(w, 24, KIND),
+            _code(w, 4, KIND),
+            _code(w, 20, KIND),
+            _code(w, 12, KIND),
+            _code(w, 28, KIND),
+        )
+
+
+@triton.jit
+def byte_pairs(u, v, KIND: tl.constexpr, ASM: tl.constexpr):
+    """The elements of two tokens' words side by side: u0, v0, u1, v1, u2, v2, u3, v3 (int8 or fp8)."""
+    if ASM:
+        if KIND == INT8:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 x, y, a, b, c, d, k;
+                mov.b32 k, 0x64806480;
+                prmt.b32 x, $8, $9, 0x5140;
+                prmt.b32 y, $8, $9, 0x7362;
+                xor.b32 x, x, 0x80808080;
+                xor.b32 y, y, 0x80808080;
+                prmt.b32 a, x, 0x64646464, 0x4140;
+                prmt.b32 b, x, 0x64646464, 0x4342;
+                prmt.b32 c, y, 0x64646464, 0x4140;
+                prmt.b32 d, y, 0x64646464, 0x4342;
+                sub.f16x2 a, a, k;
+                sub.f16x2 b, b, k;
+                sub.f16x2 c, c, k;
+                sub.f16x2 d, d, k;
+                mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;
+                }""",
+                constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+                args=[u, v],
+                dtype=(tl.float16,) * 8,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 x, a, b, c, d, t;
+                prmt.b32 x, $8, $9, 0x5140;
+                prmt.b32 a, x, 0, 0x1404;
+                prmt.b32 b, x, 0, 0x3424;
+                prmt.b32 x, $8, $9, 0x7362;
+                prmt.b32 c, x, 0, 0x1404;
+                prmt.b32 d, x, 0, 0x3424;
+                shr.u32 t, a, 1; and.b32 t, t, 0x3f803f80; lop3.b32 a, a, 0x80008000, t, 0xea;
+                shr.u32 t, b, 1; and.b32 t, t, 0x3f803f80; lop3.b32 b, b, 0x80008000, t, 0xea;
+                shr.u32 t, c, 1; and.b32 t, t, 0x3f803f80; lop3.b32 c, c, 0x80008000, t, 0xea;
+                shr.u32 t, d, 1; and.b32 t, t, 0x3f803f80; lop3.b32 d, d, 0x80008000, t, 0xea;
+                mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;
+                }""",
+                constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+                args=[u, v],
+                dtype=(tl.float16,) * 8,
+                is_pure=True,
+                pack=1,
+            )
+    else:
+        return (
+            _code(u, 0, KIND),
+            _code(v, 0, KIND),
+            _code(u, 8, KIND),
+            _code(v, 8, KIND),
+            _code(u, 16, KIND),
+            _code(v, 16, KIND),
+            _code(u, 24, KIND),
+            _code(v, 24, KIND),
+        )
+
+
+@triton.jit
+def nibble_pairs(u, v, KIND: tl.constexpr, ASM: tl.constexpr):
+    """64 + q of two tokens' words side by side: u0, v0, ... u3, v3 of the low nibbles, then of the high nibbles."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, y, t, a, b, c, d, e, f, g, h;
+            prmt.b32 x, $16, $17, 0x5410;
+            prmt.b32 y, $16, $17, 0x7632;
+            shl.b32 t, x, 4; lop3.b32 a, t, 0x00f000f0, 0x54005400, 0xea;
+            shr.u32 t, x, 4; lop3.b32 b, t, 0x00f000f0, 0x54005400, 0xea;
+            lop3.b32 c, x, 0x00f000f0, 0x54005400, 0xea;
+            shr.u32 t, x, 8; lop3.b32 d, t, 0x00f000f0, 0x54005400, 0xea;
+            shl.b32 t, y, 4; lop3.b32 e, t, 0x00f000f0, 0x54005400, 0xea;
+            shr.u32 t, y, 4; lop3.b32 f, t, 0x00f000f0, 0x54005400, 0xea;
+            lop3.b32 g, y, 0x00f000f0, 0x54005400, 0xea;
+            shr.u32 t, y, 8; lop3.b32 h, t, 0x00f000f0, 0x54005400, 0xea;
+            mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, e; mov.b32 {$6, $7}, f;
+            mov.b32 {$8, $9}, c; mov.b32 {$10, $11}, d; mov.b32 {$12, $13}, g; mov.b32 {$14, $15}, h;
+            }""",
+            constraints="=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            args=[u, v],
+            dtype=(tl.float16,) * 16,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (
+            _code(u, 0, KIND),
+            _code(v, 0, KIND),
+            _code(u, 8, KIND),
+            _code(v, 8, KIND),
+            _code(u, 16, KIND),
+            _code(v, 16, KIND),
+            _code(u, 24, KIND),
+            _code(v, 24, KIND),
+            _code(u, 4, KIND),
+            _code(v, 4, KIND),
+            _code(u, 12, KIND),
+            _code(v, 12, KIND),
+            _code(u, 20, KIND),
+            _code(v, 20, KIND),
+            _code(u, 28, KIND),
+            _code(v, 28, KIND),
+        )
+
+
+@triton.jit
+def hidden_zero(ASM: tl.constexpr):
+    """0, but the compiler does not know it: what is computed from it stays where it is written, inside a loop too."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", constraints="=r", args=[], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return 0

@@ -1,0 +1,69 @@
+"""From a process's start to its first token: run in processes of their own, with a warm and with an empty Triton cache.
+
+The child is `python -m qengine.bench.startup JSON`, JSON being {"model": ..., "settings": {...}, "started": epoch}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from qengine.errors import QEngineError
+
+PROMPT_TOKENS = 128
+
+
+def measure_startup(model: str, settings: dict[str, Any], *, empty_cache: bool, timeout: float = 600) -> dict[str, Any]:
+    """Seconds until qengine is imported, the model is loaded and the first token is there, counted from the exec.
+
+    empty_cache: Triton compiles every kernel anew. Raises QEngineError with the child's last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="qengine-triton-") as folder:
+        environment = dict(os.environ)
+        if empty_cache:
+            environment["TRITON_CACHE_DIR"] = folder
+        task = json.dumps({"model": model, "settings": settings, "started": time.time()})
+        command = [sys.executable, "-m", "qengine.bench.startup", task]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise QEngineError(f"start-up: no token within {timeout:g} s; try --loads without startup") from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        words = " ".join(done.stderr.strip().splitlines()[-3:])
+        raise QEngineError(f"start-up: the process ended with {done.returncode}: {words}")
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result | {"triton_cache": "empty" if empty_cache else "warm"}
+
+
+def disk_cache_note(model: str) -> str:
+    """What the page cache holds: the files were read before, so the disk is warm."""
+    size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    return f"{size / 2**30:.2f} GiB of weights, read before (page cache warm)"
+
+
+def child(task: dict[str, Any]) -> dict[str, float]:
+    """In the new process: load, generate one token, say when what was done."""
+    from qengine.llm import LLM
+    from qengine.sampling_params import SamplingParams
+
+    imported = time.time()
+    llm = LLM(task["model"], **task["settings"])
+    loaded = time.time()
+    prompt = [(7 * index) % llm.engine.limits.sample_vocab for index in range(PROMPT_TOKENS)]
+    llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    done = time.time()
+    begin = task["started"]
+    return {"import_s": imported - begin, "load_s": loaded - begin, "first_token_s": done - begin}
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(json.loads(sys.argv[1]))))

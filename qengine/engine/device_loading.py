@@ -1,0 +1,198 @@
+"""From a loaded model to a runner on a GPU: what is left of the memory becomes the paged pool."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from qengine.config import EngineConfig
+from qengine.engine.cuda_graphs import batch_sizes
+from qengine.engine.gpu_memory import GIB, MemoryLimit, context_bytes, enforce, is_small, memory_limit
+from qengine.engine.gpu_runner import GpuRunner
+from qengine.engine.memory import CachePlan, fit_length
+from qengine.engine.sampler import SampleRow
+from qengine.engine.step import StepItem
+from qengine.errors import CapacityError, ConfigError
+from qengine.kernels.fused.card import capability
+from qengine.kernels.paged_attn.cache import BlockLayout, Kind, KVPool
+from qengine.kernels.w4a16.ops import spare_memory
+from qengine.models import Decoder
+from qengine.models.spec import ModelSpec
+from qengine.sampling_params import SamplingParams
+
+MARGIN = 96 << 20
+"""Bytes left free: kernels that are compiled later, and what the allocator's pieces waste."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of a GPU that a model takes: weights, step (largest activations), graphs, context (driver and kernels),
+    margin, and the cache, which is what the limit leaves."""
+
+    weights: int
+    step: int
+    graphs: int
+    context: int
+    margin: int
+    cache: int
+
+
+def cache_kind(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Kind:
+    """How the cache holds values. Raises ConfigError for a kind that the card or the compute dtype cannot have."""
+    name, plain = config.cache.kv_cache_dtype, str(dtype).removeprefix("torch.")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ConfigError(f"dtype={plain!r} is not served on a GPU; use 'float16' or 'bfloat16'")
+    if name == "auto":
+        name = "int8" if is_small(config.cache, device) else plain
+    if name == "fp8" and capability(device) < 89:
+        raise ConfigError("kv_cache_dtype='fp8' needs compute capability 8.9; use 'int8' on this card")
+    if name not in (plain, "int8", "int4", "fp8"):
+        raise ConfigError(
+            f"kv_cache_dtype={name!r} does not go with compute dtype {plain}; use {plain!r}, 'int8', 'int4' or 'auto'"
+        )
+    return name  # type: ignore[return-value]
+
+
+def cache_layout(config: EngineConfig, spec: ModelSpec, kind: Kind) -> BlockLayout:
+    """The blocks of the pool. Raises ConfigError for a size that the kernels do not serve."""
+    try:
+        return BlockLayout(kind, spec.num_kv_heads, spec.head_dim, config.cache.block_size)
+    except ValueError as error:
+        raise ConfigError(f"{error}; block_size on a GPU is 8 to 1024") from None
+
+
+def device_runner(
+    model: Decoder, config: EngineConfig, dtype: torch.dtype, max_model_len: int, vocab_size: int
+) -> tuple[GpuRunner, CachePlan, MemoryUse]:
+    """A runner whose pool takes what the limit leaves beside weights, activations, graphs and context, all measured."""
+    device = model.device
+    layout = cache_layout(config, model.spec, cache_kind(config, dtype, device))
+    limit = memory_limit(config.cache, device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_reserved(device)
+    spare_memory(device, is_small(config.cache, device))
+    stream = torch.cuda.Stream(device)
+    step, graphs = _measure(model, config, layout, vocab_size, max_model_len, limit, stream)
+    context = context_bytes(device)
+    cache = limit.nbytes - context - weights - step - graphs - MARGIN
+    per_block = KVPool.bytes_per_block(model.spec.num_layers, layout)
+    per_sequence = -(-max_model_len // layout.block_size)
+    most = per_sequence * config.scheduler.max_num_seqs
+    override = config.cache.num_gpu_blocks_override
+    words = (
+        f"{limit}, less {weights / GIB:.2f} GiB of weights, {step / GIB:.2f} for a step of "
+        f"{config.scheduler.max_num_batched_tokens} tokens, {graphs / GIB:.2f} for graphs and {context / GIB:.2f} for "
+        "the CUDA context and kernels,"
+    )
+    found = max(0, min(cache // per_block, most)) if override is None else override
+    plan = fit_length(
+        found,
+        words if override is None else f"num_gpu_blocks_override={override}",
+        max_model_len,
+        config,
+        layout.block_size,
+        per_block,
+    )
+    try:
+        pool = KVPool.allocate(layout, model.spec.num_layers, plan.num_blocks, device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the KV cache of {plan.num_blocks} blocks cannot be allocated: {error}; another process may have taken "
+            "memory since it was measured: start again, or lower gpu_memory_utilization"
+        ) from error
+    runner = _runner(model, pool, config, plan.max_model_len, vocab_size, stream)
+    if config.cache.gpu_memory_limit is not None:
+        enforce(limit, device)
+    return runner, plan, MemoryUse(weights, step, graphs, context, MARGIN, plan.num_blocks * per_block)
+
+
+def _runner(
+    model: Decoder,
+    pool: KVPool,
+    config: EngineConfig,
+    max_model_len: int,
+    vocab_size: int,
+    stream: torch.cuda.Stream,
+) -> GpuRunner:
+    rope = (layer.rope for layer in model.spec.layers)
+    dynamic = any(r is not None and r.kind == "dynamic" for r in rope)
+    if dynamic and not config.device.enforce_eager:
+        warnings.warn(
+            "the model's dynamic rope depends on lengths in a way that no CUDA graph can hold; steps are eager",
+            stacklevel=3,
+        )
+    return GpuRunner(
+        model,
+        pool,
+        vocab_size,
+        max_num_seqs=min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+        max_model_len=max_model_len,
+        graphs=not (config.device.enforce_eager or dynamic),
+        stream=stream,
+    )
+
+
+@torch.inference_mode()
+def _measure(
+    model: Decoder,
+    config: EngineConfig,
+    layout: BlockLayout,
+    vocab_size: int,
+    max_model_len: int,
+    limit: MemoryLimit,
+    stream: torch.cuda.Stream,
+) -> tuple[int, int]:
+    """(bytes of the largest step, bytes of all graphs), by computing such steps on a pool of just their blocks."""
+    device = model.device
+    tokens = config.scheduler.max_num_batched_tokens
+    rows = min(config.scheduler.max_num_seqs, tokens)
+    size = layout.block_size
+    blocks = max(-(-tokens // size), rows)
+    try:
+        pool = KVPool.allocate(layout, model.spec.num_layers, blocks, device)
+        runner = _runner(model, pool, config, max_model_len, vocab_size, stream)
+        # reserved, not allocated: what the allocator cannot use between its pieces is gone too
+        before = torch.cuda.memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.run(_prompts(tokens, min(max_model_len, tokens), size), [])
+        runner.run(_singles(rows), [])
+        step = torch.cuda.max_memory_reserved(device) - before
+        runner.run(_singles(1), [])
+        # the first holds the pool that all share, the second shows what another one adds
+        taken = runner.graph_bytes()
+        graphs = taken[0] + taken[-1] * (len(batch_sizes(rows)) - 1) if taken else 0
+    except torch.cuda.OutOfMemoryError as error:
+        raise CapacityError(
+            f"a step of {tokens} tokens does not fit {limit} beside {model.memory_bytes() / GIB:.2f} GiB of weights: "
+            f"{error}; lower max_num_batched_tokens or max_num_seqs"
+        ) from error
+    del runner, pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    return step, graphs
+
+
+def _prompts(tokens: int, longest: int, block_size: int) -> list[StepItem]:
+    """A step of prompts that fill `tokens`; only the last of them draws a token."""
+    items: list[StepItem] = []
+    block = 0
+    while tokens > 0:
+        count = min(tokens, longest)
+        need = -(-count // block_size)
+        items.append(StepItem(-1 - len(items), [0] * count, 0, count, list(range(block, block + need))))
+        block, tokens = block + need, tokens - count
+    return items
+
+
+def _singles(rows: int) -> list[StepItem]:
+    """A step of sequences with one token each, which all draw with every cut there is."""
+    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=1)
+    items = []
+    for row in range(rows):
+        ids = [0]
+        items.append(StepItem(-1 - row, ids, 0, 1, [row], [SampleRow(params, ids, 1, row)]))
+    return items

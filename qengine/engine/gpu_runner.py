@@ -1,0 +1,228 @@
+"""Computes a step on a GPU: fused kernels over a paged pool, decode steps as CUDA graphs, sampling on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from qengine.engine.block_manager import Copy
+from qengine.engine.cuda_graphs import DecodeGraphs
+from qengine.engine.cuda_swap import CudaSwapDevice
+from qengine.engine.device_inputs import DeviceInputs, InputShape, InputStaging
+from qengine.engine.gpu_memory import lift
+from qengine.engine.runner import LOGIT_ROWS, RunnerBase
+from qengine.engine.sampler import SampleRow, Samples, TokenLogprobs
+from qengine.engine.sampler_gpu import Drawn, GpuSampler
+from qengine.engine.step import NO_SWAP, StepItem, StepResult
+from qengine.engine.swap import SwapDevice
+from qengine.engine.swap_orders import SwapOrders
+from qengine.kernels.fused.ids import resolve_ids
+from qengine.kernels.paged_attn.blocks import copy_blocks
+from qengine.kernels.paged_attn.cache import KVPool
+from qengine.kernels.w4a16.ops import release
+from qengine.layers.attention_device import DeviceBatch, DeviceContext, pool_layers
+from qengine.models import Decoder
+
+
+@dataclass
+class LaunchedStep:
+    """A step under way on the device. order: places of its items among the engine's."""
+
+    _drawn: Drawn | None
+    _items: list[StepItem]
+    _order: list[int]
+    _scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        """Wait for the sampled tokens."""
+        if self._drawn is None:
+            return StepResult(Samples([], []), self._scores)
+        return StepResult(in_order(self._drawn.samples(), self._items, self._order), self._scores)
+
+
+class GpuRunner(RunnerBase):
+    """Runs a Decoder on a KVPool. vocab_size: ids from here on are padding and never sampled.
+
+    max_num_seqs, max_model_len: largest decode step and sequence. graphs: replay decode steps as CUDA graphs.
+    stream: where everything is enqueued, so that graphs and eager steps share their workspaces.
+
+    `launch` puts a step on the stream and returns. A sequence whose last token the step before is still sampling gets
+    it on the device, from the sampler's own output; so two steps can be under way, and no more.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        vocab_size: int,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        graphs: bool,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(model, vocab_size)
+        self._pool = pool
+        self._layers = pool_layers(pool)
+        self._max_len = max_model_len
+        self._stream = stream
+        self._staging = InputStaging(model.device, pool.layout.block_size)
+        self._sampler = GpuSampler(max_num_seqs, vocab_size, model.device)
+        self._sampled: list[SampleRow] = []
+        blocks = -(-max_model_len // pool.layout.block_size)
+        self._graphs = (
+            DecodeGraphs(self._decode, max_rows=max_num_seqs, blocks=blocks, device=model.device, stream=stream)
+            if graphs
+            else None
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """See StepRunner."""
+        return True
+
+    @torch.inference_mode()
+    def launch(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> LaunchedStep:
+        """See StepRunner. Only prompt logprobs are waited for here."""
+        with torch.cuda.stream(self._stream):
+            self._begin_step(swap)
+            self._copy_blocks(copies)
+            order = sorted(range(len(items)), key=lambda i: items[i].end - items[i].start > 1)
+            ordered = [items[i] for i in order]
+            if not items:
+                return LaunchedStep(None, [], [])
+            if self._graphs is not None and all(_is_plain_decode(item) for item in ordered):
+                inputs = self._graphs.shape(len(items))
+                self._staging.stage(ordered, inputs, self._unknown(ordered), self._graphs.buffer)
+                return LaunchedStep(self._draw(ordered, self._graphs.replay(len(items))), ordered, order)
+            hidden = self._eager(ordered)
+            return LaunchedStep(self._draw_last(ordered, hidden), ordered, order, self._score(ordered, hidden))
+
+    def close(self) -> None:
+        """Wait for the device and let go of all its memory that the runner's tensors do not hold."""
+        torch.cuda.synchronize(self.model.device)
+        super().close()
+        self._graphs = None
+        release(self.model.device)
+        clear_cublas = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # 33 MiB a stream, else kept for ever
+        if clear_cublas is not None:
+            clear_cublas()
+        lift(self.model.device)
+
+    @property
+    def block_bytes(self) -> int:
+        """See RunnerBase."""
+        return KVPool.bytes_per_block(self._pool.num_layers, self._pool.layout)
+
+    def graph_bytes(self) -> list[int]:
+        """Bytes that each CUDA graph took, in the order of their capture."""
+        return [] if self._graphs is None else self._graphs.graph_bytes()
+
+    def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
+        return CudaSwapDevice(self._pool, num_cpu_blocks, self._stream)
+
+    def _copy_blocks(self, copies: list[Copy]) -> None:
+        if copies:
+            pairs = torch.tensor(copies, dtype=torch.int64).pin_memory()
+            copy_blocks(self._pool, pairs.to(self.model.device, non_blocking=True))
+
+    def _unknown(self, items: list[StepItem]) -> dict[int, int]:
+        """seq_id -> row of the step before, for sequences whose last token that step samples."""
+        waiting = [item for item in items if item.token_ids[item.end - 1] < 0]
+        if not waiting:
+            return {}
+        rows = {id(row): index for index, row in enumerate(self._sampled)}
+        return {item.seq_id: rows[id(item.rows[0])] for item in waiting}
+
+    def _decode(self, inputs: DeviceInputs) -> torch.Tensor:
+        """Logits [B, V] of B sequences with one new token each."""
+        rows = inputs.seq_lens.shape[0]
+        batch = DeviceBatch(
+            inputs.tables, inputs.seq_lens, inputs.slots, rows, max_seq_len=self._max_len, lengths=inputs.lengths
+        )
+        return self._logits(self._forward(inputs, batch))
+
+    def _eager(self, items: list[StepItem]) -> torch.Tensor:
+        """Hidden states [T, H] of any step; single tokens first."""
+        counts = [item.end - item.start for item in items]
+        decode = sum(count == 1 for count in counts)
+        blocks = max(len(item.block_table) for item in items)
+        shape = InputShape(sum(counts), len(items), len(items) - decode, blocks)
+        inputs = self._staging.stage(items, shape, self._unknown(items))
+        batch = DeviceBatch(
+            inputs.tables,
+            inputs.seq_lens,
+            inputs.slots,
+            decode,
+            max_seq_len=max(item.end for item in items),
+            query_starts=inputs.query_starts if decode < len(items) else None,
+            max_query_len=max(counts),
+            lengths=inputs.lengths,
+        )
+        return self._forward(inputs, batch)
+
+    def _forward(self, inputs: DeviceInputs, batch: DeviceBatch) -> torch.Tensor:
+        ids = resolve_ids(inputs.ids, self._sampler.tokens)
+        return self.model.forward(ids, inputs.positions, DeviceContext(self._layers, batch))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In float16 or float32, as the sampler takes them."""
+        logits = self.model.raw_logits(hidden)
+        return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+    def _draw(self, items: list[StepItem], logits: torch.Tensor) -> Drawn | None:
+        """A token for each row of the items, from logits with a row for each item that has rows."""
+        rows = [row for item in items for row in item.rows]
+        if not rows:
+            return None
+        drawing = (item for item in items if item.rows)
+        sources = [index for index, item in enumerate(drawing) for _ in item.rows]
+        batch = self._sampler.prepare(rows, sources)
+        self._sampler.run(logits, batch)
+        self._sampled = rows
+        return self._sampler.fetch(logits, batch)
+
+    def _draw_last(self, items: list[StepItem], hidden: torch.Tensor) -> Drawn | None:
+        """A token for each row of the items, from the hidden states [T, H] of all their tokens."""
+        ends, at = [], 0
+        for item in items:
+            at += item.end - item.start
+            if item.rows:
+                ends.append(at - 1)
+        if not ends:
+            return None
+        last = torch.tensor(ends).pin_memory().to(hidden.device, non_blocking=True)
+        return self._draw(items, self._logits(hidden.index_select(0, last)))
+
+    def _score(self, items: list[StepItem], hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs of prompt tokens, LOGIT_ROWS positions at a time."""
+        result: dict[int, list[TokenLogprobs]] = {}
+        offset = 0
+        for item in items:
+            for first in range(item.scored.start, item.scored.stop, LOGIT_ROWS):
+                end = min(first + LOGIT_ROWS, item.scored.stop)
+                rows = hidden[offset + first - item.start : offset + end - item.start]
+                targets = item.token_ids[first + 1 : end + 1]
+                counts = [item.num_logprobs] * len(targets)
+                scores = self._sampler.logprobs_of(self._logits(rows), targets, counts)
+                result.setdefault(item.seq_id, []).extend(scores)
+            offset += item.end - item.start
+        return result
+
+
+def _is_plain_decode(item: StepItem) -> bool:
+    return item.end - item.start == 1 and not item.scored and bool(item.rows)
+
+
+def in_order(samples: Samples, items: list[StepItem], order: list[int]) -> Samples:
+    """Samples of `items`, which are the engine's in another `order`, in the engine's own order."""
+    if order == list(range(len(order))):
+        return samples
+    starts, at = {}, 0
+    for place, item in zip(order, items, strict=True):
+        starts[place] = range(at, at + len(item.rows))
+        at += len(item.rows)
+    rows = [row for place in range(len(order)) for row in starts[place]]
+    logprobs = [samples.logprobs[row] for row in rows] if samples.logprobs else []
+    return Samples([samples.token_ids[row] for row in rows], [samples.valid[row] for row in rows], logprobs)

@@ -1,0 +1,106 @@
+"""How a step's numbers are laid out for a GPU, and how its results come back in the engine's order: all on the CPU."""
+
+import random
+
+import pytest
+import torch
+
+from qengine.engine.cuda_graphs import batch_sizes
+from qengine.engine.device_inputs import DeviceInputs, InputShape, InputStaging
+from qengine.engine.gpu_runner import in_order
+from qengine.engine.sampler import SampleRow, Samples
+from qengine.engine.step import StepItem
+from qengine.kernels.fused.ids import resolve_ids
+from qengine.sampling_params import SamplingParams
+
+SIZE = 16
+
+
+def item(seq_id, ids, start, end, table, rows=0):
+    row = [SampleRow(SamplingParams(), ids, len(ids), 0, i) for i in range(rows)]
+    return StepItem(seq_id, ids, start, end, table, row)
+
+
+def fill(staging, items, shape, unknown=None):
+    buffer = torch.full((shape.offsets()[-1],), 0xAB, dtype=torch.uint8)
+    views = DeviceInputs.over(buffer, shape)
+    staging._fill(items, views, unknown or {})
+    return views
+
+
+def test_every_number_is_where_the_kernels_look_for_it():
+    ids = [list(range(100 * s, 100 * s + 60)) for s in range(3)]
+    items = [
+        item(0, ids[0][:40], 39, 40, [5, 9, 2], rows=1),
+        item(1, ids[1][:1], 0, 1, [7], rows=1),
+        item(2, ids[2], 10, 35, [4, 1, 8, 3]),
+    ]
+    views = fill(InputStaging(torch.device("cpu"), SIZE), items, InputShape(27, 3, 1, 4))
+    assert views.ids.tolist() == [ids[0][39], ids[1][0], *ids[2][10:35]]
+    assert views.positions.tolist() == [39, 0, *range(10, 35)]
+    tables = {2: [4, 1, 8, 3]}
+    assert views.slots.tolist() == [
+        2 * SIZE + 7,
+        7 * SIZE,
+        *[tables[2][p // SIZE] * SIZE + p % SIZE for p in range(10, 35)],
+    ]
+    assert views.lengths.tolist() == [40, 1, *[60] * 25], "a prompt in chunks is as long as the whole of it"
+    assert views.seq_lens.tolist() == [40, 1, 35]
+    assert views.query_starts.tolist() == [0, 25]
+    assert views.tables.tolist() == [[5, 9, 2, 0], [7, 0, 0, 0], [4, 1, 8, 3]]
+
+
+def test_padding_of_a_graph_writes_nothing_and_reads_nothing():
+    views = fill(InputStaging(torch.device("cpu"), SIZE), [item(0, [3], 0, 1, [6], 1)], InputShape(4, 4, 0, 2))
+    assert views.slots.tolist() == [6 * SIZE, -1, -1, -1]
+    assert views.seq_lens.tolist() == [1, 0, 0, 0]
+    assert views.ids.tolist()[1:] == views.positions.tolist()[1:] == [0, 0, 0]
+
+
+def test_tables_follow_the_engines_through_growth_copies_and_replacement():
+    staging, rng = InputStaging(torch.device("cpu"), 4), random.Random(3)
+    table, ids = [rng.randrange(99)], [1]
+    for step in range(300):
+        if len(ids) > 4 * len(table):
+            table.append(rng.randrange(99))
+        elif rng.random() < 0.1:
+            table[-1] = rng.randrange(99)  # copied on write: only the block that is written can be
+        elif rng.random() < 0.05:
+            table = [rng.randrange(99) for _ in table]  # a sequence that came back has another list
+        views = fill(staging, [item(0, ids, len(ids) - 1, len(ids), table, 1)], InputShape(1, 1, 0, len(table)))
+        assert views.tables.tolist() == [table], step
+        ids.append(step)
+    staging.forget({5})
+    assert not staging._tables
+
+
+def test_unknown_tokens_are_taken_from_the_step_before():
+    items = [item(4, [1, 2, -1], 2, 3, [0], 1), item(6, [9, 8], 1, 2, [1], 1)]
+    views = fill(InputStaging(torch.device("cpu"), SIZE), items, InputShape(2, 2, 0, 1), {4: 3})
+    assert views.ids.tolist() == [-4, 8]
+    assert resolve_ids(views.ids, torch.tensor([50, 51, 52, 53])).tolist() == [53, 8]
+
+
+@pytest.mark.parametrize("largest", [1, 2, 7, 16, 100, 256, 300])
+def test_batch_sizes_reach_the_largest_and_waste_little(largest):
+    sizes = batch_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for rows in range(1, largest + 1):
+        size = next(s for s in sizes if s >= rows)
+        assert size - rows <= max(1, rows * 0.5), rows
+
+
+def test_samples_come_back_in_the_engines_order():
+    items = [
+        item(0, [1, 2], 0, 2, [0], 1),
+        item(1, [1], 0, 1, [1], 2),
+        item(2, [1, 2], 0, 1, [2]),
+        item(3, [1], 0, 1, [3], 1),
+    ]
+    order = [1, 2, 3, 0]
+    samples = Samples([10, 11, 30, 0], [True, True, False, True], [None, "a", None, "b"])
+    got = in_order(samples, [items[i] for i in order], order)
+    assert got.token_ids == [0, 10, 11, 30]
+    assert got.valid == [True, True, True, False]
+    assert got.logprobs == ["b", None, "a", None]
