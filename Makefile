@@ -47,6 +47,7 @@ smoke: $(STAMP)
 
 budget: $(STAMP)
 	$(BIN)/python benchmarks/t4_model.py --check
+	$(BIN)/python benchmarks/fused_ops.py --check
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_decode.py $(BENCH_ARGS)

@@ -1,11 +1,11 @@
 """Time decode attention on a paged cache on this GPU, beside the bandwidth of a copy.
 
     python benchmarks/attn_decode.py --out benchmarks/results
-    python benchmarks/attn_decode.py --sweep                # the best launches for the main shapes
+    python benchmarks/attn_decode.py --sweep 32x8192,1x32768    # the best launches for these steps
 
 Each step is timed in a CUDA graph over several layers' caches, enough to defeat the L2 cache, as the median of the
-replays. Rates count the bytes of K and V that a step must read (with their scales). Writes attn_decode.json and
-attn_decode.md.
+replays. Rates count the bytes of K and V that a step must read (with their scales). Results are first checked against
+float32. Writes attn_decode.json and attn_decode.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import triton
 
 from qengine.kernels.paged_attn.cache import BlockLayout, Kind, KVPool, LayerCache
-from qengine.kernels.paged_attn.decode import _device, paged_decode, run
+from qengine.kernels.paged_attn.decode import _device, paged_decode, paged_decode_ref, run
 from qengine.kernels.paged_attn.decode_launch import DecodeLaunch
 from qengine.kernels.w4a16 import reserve
 
@@ -35,7 +35,7 @@ BATCHES = (1, 8, 32, 64, 256)
 CONTEXTS = (512, 2048, 8192, 32768)
 KINDS: tuple[Kind, ...] = ("float16", "int8", "int4", "fp8")
 HEAD_DIM, BLOCK = 128, 32
-MOST_BYTES = 40 << 30
+MOST_BYTES = 20 << 30
 COLD_BYTES = 300 << 20
 
 
@@ -138,6 +138,19 @@ def with_launch(step: Step, launch: DecodeLaunch, splits: int | None = None) -> 
     )  # fmt: skip
 
 
+def check() -> dict[str, float]:
+    """Relative errors against float32 of a step with a very long, a short, an empty and a one-token sequence."""
+    errors = {}
+    for (model, (heads, kv_heads)), kind in itertools.product(MODELS.items(), KINDS):
+        step = make_step(kind, heads, kv_heads, [32768, 700, 0, 1])
+        options = {"scale": HEAD_DIM**-0.5}
+        exact = paged_decode_ref(step.q, step.layers[0], step.tables, step.lens, **options)
+        out = torch.full_like(step.q, float("nan"))
+        paged_decode(step.q, step.layers[0], step.tables, step.lens, out, max_seq_len=step.longest, **options)
+        errors[f"{model} {kind}"] = float((out.float() - exact).norm() / exact.norm())
+    return errors
+
+
 def measure() -> list[dict]:
     """One row a model, kind, batch and context."""
     rows = []
@@ -169,13 +182,11 @@ def row(model: str, kind: str, batch: int, context: int, step: Step, time: float
 def candidates(kind: Kind, sm: int) -> list[DecodeLaunch]:
     """Launches worth timing, without their per_sm."""
     most = {"float16": 32, "bfloat16": 32}.get(kind, 64)
-    half = most // 2
-    found: list[tuple[int, int, int, int | None]] = [(1, most, 2, None), (2, most, 2, None), (4, half, 2, None)]
+    found = [DecodeLaunch(warps, most, 2, 1, 2, None, True) for warps in (1, 2, 4)]
+    found.append(DecodeLaunch(1, most // 2, 3, 1, 2, None, True))
     if sm >= 80:
-        found += [(2, half, 2, 128), (2, half, 3, 168)]
-    if kind == "int4" and sm >= 80:
-        found += [(2, most, 2, 168), (4, most, 2, 168)]
-    return [DecodeLaunch(warps, tokens, fetch, 1, 2, registers) for warps, tokens, fetch, registers in found]
+        found += [DecodeLaunch(1, most, 2, 1, 2, 208, True), DecodeLaunch(1, most // 2, 2, 1, 2, 128)]
+    return found
 
 
 SWEPT: list[tuple[str, Kind]] = [(model, kind) for kind in KINDS[:3] for model in MODELS]
@@ -246,6 +257,8 @@ def main() -> None:
         print(f"copy {bandwidth:.2f} TB/s")
         sweep([tuple(map(int, s.split("x"))) for s in options.sweep.split(",")], bandwidth, options.top)  # type: ignore[misc]
         return
+    errors = check()
+    print("relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()), flush=True)
     rows = measure()
     text = table(rows, bandwidth)
     properties = torch.cuda.get_device_properties(0)
@@ -253,7 +266,7 @@ def main() -> None:
         "gpu": properties.name, "sm": properties.major * 10 + properties.minor, "copy_tb_per_s": bandwidth,
         "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
         "python": platform.python_version(), "commit": commit(), "command": "python " + " ".join(sys.argv),
-        "head_dim": HEAD_DIM, "block_size": BLOCK, "rows": rows,
+        "head_dim": HEAD_DIM, "block_size": BLOCK, "errors": errors, "rows": rows,
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "attn_decode.json").write_text(json.dumps(result, indent=1) + "\n")

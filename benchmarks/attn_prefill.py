@@ -159,21 +159,13 @@ def others(shape: Shape, sm: int) -> list[PrefillLaunch]:
     if shape in EXTRA or shape.head_dim > 256:
         return []
     if sm == 75:
-        found = [replace(first, prefetch=True)]
-        if 64 < shape.head_dim < 112:
-            found.append(replace(first, bn=64))
-        if shape in (QWEN, LLAMA):
-            found += [replace(first, pack=1), replace(first, bm=64, warps=4, pack=1)]
+        found = [replace(first, prefetch=not first.prefetch)]
     elif quantized:
-        found = [replace(first, bn=128), replace(first, stages=3), replace(first, pack=1)]
+        found = [replace(first, bn=64)]
     else:
         bn = 128 if shape.head_dim <= 128 else 64
-        plain = PrefillLaunch(bm=128, bn=bn, stages=2, pack=packing(shape.heads // shape.kv_heads, 128, shape.new))
-        found = [plain]
-        if first.hopper:
-            found.append(replace(first, persistent=not first.persistent))
-        if first.hopper and shape in (QWEN, LLAMA):
-            found += [replace(x, split=False) for x in (first, found[-1])]
+        found = [PrefillLaunch(bm=128, bn=bn, stages=2, pack=packing(shape.heads // shape.kv_heads, 128, shape.new))]
+        found.append(replace(first, split=False))
     return [launch for launch in dict.fromkeys(found) if launch != first]
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -130,6 +132,14 @@ def small_cases(rows: int, size: int) -> dict[str, tuple[int, Callable[[], tuple
     }
 
 
+def commit() -> str:
+    """QENGINE_COMMIT, or the checkout's commit, or "unknown" outside one."""
+    given = os.environ.get("QENGINE_COMMIT", "").strip()
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return given or done.stdout.strip() or "unknown"
+
+
 def measure(replays: int) -> dict:
     """Microseconds of everything, with the bandwidth and the time of an empty kernel."""
     bandwidth = copy_bandwidth()
@@ -146,7 +156,8 @@ def measure(replays: int) -> dict:
                 row = {"op": name, "hidden": size, "rows": count, "us": ours, "torch_us": theirs, "floor_us": floor}
                 rows.append(row)
     properties = torch.cuda.get_device_properties(0)
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    command = f"python3 {' '.join(sys.argv)}"
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit(), "command": command}
     return {"gpu": properties.name, **versions, "copy_tb_s": bandwidth / 1e6, "empty_us": empty, "rows": rows}
 
 
@@ -199,7 +210,8 @@ def show(name: str, timed: list, usual: str) -> None:
 def report(result: dict) -> str:
     """The figures as a Markdown table: a line an operator, for each number of rows qengine / torch / floor."""
     head = f"{result['gpu']}, copy {result['copy_tb_s']:.2f} TB/s, an empty kernel {result['empty_us']:.2f} us"
-    lines = [f"{head}; microseconds: qengine / torch / floor", ""]
+    made = f"torch {result['torch']}, Triton {result['triton']}, commit {result['commit']}, `{result['command']}`"
+    lines = [f"{head}; {made}. Microseconds: qengine / torch / floor", ""]
     lines += ["| operator | hidden | " + " | ".join(f"{n} rows" for n in ROWS) + " |", "|---" * (2 + len(ROWS)) + "|"]
     table: dict[tuple[str, int], list[str]] = {}
     for r in result["rows"]:

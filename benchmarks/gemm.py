@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -39,7 +40,12 @@ MODELS = {
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # peers are timed at these rows: tinygemm's time grows with every row, gemlite tunes for each number of rows
 PEER_ROWS = {"tinygemm": (1, 2, 4, 8, 16, 32, 64, 128, 256), "gemlite": (1, 16, 64, 256)}
+COLD_ROWS = 256
+"""Up to so many rows every call of a graph has a weight of its own; larger products take three in turn."""
+WARM_UP = 10
 Call = Callable[[], object]
+Peer = Callable[[int], list[Call]]
+"""Rows of x -> calls, on weights that were made once."""
 
 
 def copy_bandwidth() -> float:
@@ -65,42 +71,52 @@ def ours(m: int, weights: list[W4A16Weight]) -> list[Call]:
     return [lambda w=w: run(x, w, None, out, launch) for w in weights]
 
 
-def cublas(m: int, n: int, k: int) -> list[Call]:
+def cublas(n: int, k: int) -> Peer:
     """fp16 weights through torch.mm."""
-    sets = weight_sets(n * k * 2) if m <= 256 else 3
-    weights = [torch.randn(n, k, device="cuda", dtype=torch.float16) for _ in range(sets)]
-    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
-    out = torch.empty(m, n, device="cuda", dtype=torch.float16)
-    return [lambda w=w: torch.mm(x, w.t(), out=out) for w in weights]
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.float16) for _ in range(max(3, weight_sets(n * k * 2)))]
+
+    def calls(m: int) -> list[Call]:
+        x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+        out = torch.empty(m, n, device="cuda", dtype=torch.float16)
+        return [lambda w=w: torch.mm(x, w.t(), out=out) for w in (weights if m <= COLD_ROWS else weights[:3])]
+
+    return calls
 
 
-def tinygemm(m: int, n: int, k: int, sets: int) -> list[Call]:
+def tinygemm(n: int, k: int) -> Peer:
     """torch's own INT4 product (bf16 activations, group 128)."""
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    packed, scales = [], torch.rand(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
-    for _ in range(sets):
-        raw = torch.randint(0, 255, (n, k // 2), device="cuda", dtype=torch.uint8)
-        packed.append(torch._convert_weight_to_int4pack(raw, 8))
-    return [lambda w=w: torch._weight_int4pack_mm(x, w, 128, scales) for w in packed]
+    scales = torch.rand(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
+    raw = torch.randint(0, 255, (n, k // 2), device="cuda", dtype=torch.uint8)
+    packed = [torch._convert_weight_to_int4pack(raw, 8) for _ in range(weight_sets(n * k // 2))]
+
+    def calls(m: int) -> list[Call]:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        return [lambda w=w: torch._weight_int4pack_mm(x, w, 128, scales) for w in packed]
+
+    return calls
 
 
-def gemlite(m: int, n: int, k: int, sets: int) -> list[Call]:
+def gemlite(n: int, k: int) -> Peer:
     """gemlite's A16W4 linear, after its own fast tuning."""
     from gemlite import set_autotune
     from gemlite.core import DType, GemLiteLinearTriton
 
     set_autotune("fast")
     layers = []
-    for _ in range(sets):
+    for _ in range(weight_sets(n * k // 2)):
         layer = GemLiteLinearTriton(4, 128, k, n, DType.FP16, DType.FP16)
         codes = torch.randint(0, 16, (n, k), device="cuda", dtype=torch.uint8)
         scales = torch.rand(n * k // 128, 1, device="cuda", dtype=torch.float16)
         zeros = torch.randint(0, 16, (n * k // 128, 1), device="cuda").half()
         layer.pack(codes, scales, zeros, None)
         layers.append(layer)
-    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
-    layers[0](x)
-    return [lambda layer=layer: layer(x) for layer in layers]
+
+    def calls(m: int) -> list[Call]:
+        x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+        layers[0](x)
+        return [lambda layer=layer: layer(x) for layer in layers]
+
+    return calls
 
 
 PEERS = {"tinygemm": tinygemm, "gemlite": gemlite}
@@ -134,28 +150,32 @@ def check(n: int, k: int) -> float:
 
 
 def measure(peers: list[str], batches: tuple[int, ...]) -> list[dict]:
-    """One row a model, shape and batch: microseconds of the engine and of every peer."""
+    """One row a model, shape and batch: microseconds of the engine and of every peer.
+
+    Small batches of all shapes come before large ones, and products in float64 last: after seconds of heavy load the
+    card lowers its clocks, which would be seen in the next small batches.
+    """
     rows = []
     for model, shapes in MODELS.items():
+        weights, others = {}, {}
         for n, k in shapes:
-            error = check(n, k)
             first = random_weight(n, k, 4, 128)
-            sets = weight_sets(first.nbytes())
-            weights = [first] + [random_weight(n, k, 4, 128) for _ in range(sets - 1)]
-            # an idle card's clock is low: the first figures would be its
-            time_graph(ours(1, weights), replays=100)
-            for m in batches:
-                some = weights if m <= 256 else weights[:3]
-                row = {"model": model, "n": n, "k": k, "m": m, "error": error}
-                row["qengine"] = time_graph(ours(m, some), replays=15)
-                row["cublas_fp16"] = time_graph(cublas(m, n, k))
-                for peer in peers:
-                    if m in PEER_ROWS[peer]:
-                        row[peer] = time_graph(PEERS[peer](m, n, k, sets))
-                rows.append(row)
-                print(json.dumps({a: round(b, 5) if isinstance(b, float) else b for a, b in row.items()}), flush=True)
-            del weights
-    return rows
+            more = weight_sets(first.nbytes()) - 1
+            weights[n, k] = [first, *(random_weight(n, k, 4, 128) for _ in range(more))]
+            others[n, k] = {"cublas_fp16": cublas(n, k), **{peer: PEERS[peer](n, k) for peer in peers}}
+        # an idle card's clock is low too: the first figures would be its
+        for _ in range(WARM_UP):
+            time_graph(ours(1, weights[shapes[0]]), replays=100)
+        for m, (n, k) in itertools.product(batches, shapes):
+            some = weights[n, k] if m <= COLD_ROWS else weights[n, k][:3]
+            row = {"model": model, "n": n, "k": k, "m": m, "qengine": time_graph(ours(m, some), replays=15)}
+            for peer, calls in others[n, k].items():
+                if m in PEER_ROWS.get(peer, batches):
+                    row[peer] = time_graph(calls(m), replays=15)
+            rows.append(row)
+            print(json.dumps({a: round(b, 3) if isinstance(b, float) else b for a, b in row.items()}), flush=True)
+    errors = {shape: check(*shape) for shapes in MODELS.values() for shape in shapes}
+    return [{**row, "error": errors[row["n"], row["k"]]} for row in rows]
 
 
 def commit() -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qengine.kernels.paged_attn.blocks import LINK_PROGRAMS, gather_blocks, run_move, scatter_blocks
+from qengine.kernels.paged_attn.blocks import LINK, gather_blocks, run_move, scatter_blocks
 from qengine.kernels.paged_attn.cache import KINDS, BlockLayout, Kind, KVPool
 from qengine.kernels.paged_attn.write import WriteLaunch, choose_write, run_write
 
@@ -24,7 +24,7 @@ MODELS = {"Qwen2.5-7B": (28, 4, 128), "Llama-2-7B": (32, 32, 128)}
 TOKENS = (1, 32, 256, 8192)
 SHAPES = [(1, 1), (1, 2), (2, 2), (4, 2), (4, 4), (8, 4)]
 SWEEP = [WriteLaunch(tokens, 4, warps) for tokens, warps in SHAPES]
-LINK_SWEEP = [(p, w, c) for c in (1024, 4096) for w in (4, 8) for p in (8, 16, 32, 64)]
+LINK_SWEEP = [(p, w, 4096) for w in (2, 4, 8) for p in (4, 8, 16)]
 
 
 def graph_us(call: Callable[[], object], calls: int, rounds: int = 7) -> float:
@@ -110,7 +110,7 @@ def swaps(sweep: bool) -> dict[str, Any]:
     result: dict[str, Any] = {
         "piece_bytes": pool.layout.block_bytes,
         "bytes": host.nbytes,
-        "programs": LINK_PROGRAMS,
+        "programs, warps": list(LINK),
         "copy to host": rate(lambda: host.copy_(device, non_blocking=True)),
         "gather to host": rate(lambda: gather_blocks(pool, ids, host)),
         "copy from host": rate(lambda: device.copy_(host, non_blocking=True)),

@@ -17,51 +17,36 @@ import argparse
 import json
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
+import triton
 import write_tables
 
-from qengine.kernels.cost import CARDS, MODELS, Card, KernelCost, StepCost, decode_step, kernel_time, prefill_step
-from qengine.kernels.launch import SHARED, TABLES, Launch, pick
-
-BUDGET = {4: 3.5, 8: 7.0}
-VARIANTS = [(bits, group, m) for bits in (4, 8) for group in (0, 128, 64, 32, 16) for m in (1, 16, 32, 512)]
-
-
-def _variant(variant: tuple[int, int, int]) -> KernelCost:
-    """A T4's cost with code compiled now, so that a broken kernel does not hide behind shipped counts."""
-    from qengine.kernels.code_facts import compiled_facts, normal
-
-    bits, group, m = variant
-    launch = pick(m, 4096, 4096, group, 75, SHARED[75], bits, CARDS["T4"].count)
-    cost = kernel_time(CARDS["T4"], m, 4096, 4096, bits, group, launch)
-    kept, group = normal(launch, bits, group)
-    return replace(cost, facts=compiled_facts(kept, 75, bits, group))
+from qengine.kernels.code_facts import instructions_a_weight, key, load_facts, over_budget, shipped_version
+from qengine.kernels.cost import CARDS, MODELS, Card, StepCost, decode_step, kernel_time, prefill_step
+from qengine.kernels.launch import TABLES, Launch
 
 
 def check() -> list[str]:
-    """What breaks the budget of sm_75, one line each."""
+    """What breaks the budget of sm_75, one line each: every kernel that it can be given, compiled now."""
+    kinds = write_tables.chosen_kinds([75])
+    found = write_tables.compile_kinds(kinds, {})
     wrong = []
-    with ProcessPoolExecutor(max_workers=2) as pool:
-        results = list(pool.map(_variant, VARIANTS))
-    for (bits, group, m), r in zip(VARIANTS, results, strict=True):
-        code, launch = r.facts, r.launch
-        assert code is not None, "sm_75 has no dequantize launch among the variants"
-        name = f"{bits} bits, group {group or 'none'}, M={m} ({launch.bm}x{launch.bn})"
+    for launch, sm, bits, group in kinds:
+        code = found[key(launch, sm, bits, group)]
+        tile = f"{launch.bm}x{launch.bn}, {launch.warps} warps, prefetch {launch.prefetch}"
+        name = f"{bits} bits, group {group or 'none'}, {tile}"
         print(
-            f"{name:42} {code.registers:4} registers {code.shared:6} B shared {code.tensor:4} HMMA "
-            f"{r.instructions_a_weight:5.2f} instructions a weight"
+            f"{name:50} {code.registers:4} registers {code.shared:6} B shared {code.tensor:4} HMMA "
+            f"{instructions_a_weight(code, launch, bits):5.2f} instructions a weight"
         )
-        if code.stack:
-            wrong.append(f"{name}: {code.stack} bytes of stack; none is allowed")
-        if code.shared > 65536:
-            wrong.append(f"{name}: {code.shared} bytes of shared memory; 65536 are allowed")
-        if not code.tensor:
-            wrong.append(f"{name}: no HMMA in the main loop")
-        if m <= 16 and r.instructions_a_weight > BUDGET[bits] + 0.005:
-            wrong.append(f"{name}: {r.instructions_a_weight:.2f} instructions a weight; {BUDGET[bits]} are allowed")
+        reason = over_budget(launch, code, sm, bits)
+        if reason:
+            wrong.append(f"{name}: {reason}")
+        shipped = load_facts().get(key(launch, sm, bits, group))
+        if shipped and shipped_version() == triton.__version__ and shipped != code:
+            wrong.append(f"{name}: code.json is out of date; run --write-code")
     return wrong + _slow()
 
 

@@ -15,10 +15,10 @@ import triton
 from qengine.kernels.code_facts import (
     CodeFacts,
     compiled_facts,
-    instructions_a_weight,
     key,
     load_facts,
     normal,
+    over_budget,
     write_facts,
 )
 from qengine.kernels.cost import CARDS, MODELS, kernel_time
@@ -27,20 +27,18 @@ from qengine.kernels.w4a16.tuning import candidates, with_splits
 
 CARD_OF = {75: "T4", 80: "A100 40GB", 86: "RTX 3060", 89: "RTX 4060"}
 """Whose multiprocessors, clock and bandwidth a predicted table is made for; others of the capability take its tiles."""
-MOST_INSTRUCTIONS = {4: 3.5, 8: 7.0}
-"""Lane instructions a weight that a launch for up to 16 rows may take."""
 
-GROUPS = {4: (0, 128, 64, 32, 16), 8: (0, 128, 64, 32, 16)}
+GROUPS = (0, 128, 64, 32, 16)
 SHAPES = sorted({(s.n, s.k) for model in MODELS.values() for s in model.linears} | {(576, 576), (1536, 576)})
 Kind = tuple[Launch, int, int, int]
 """(launch, capability, bits, group)"""
 
 
-def chosen_kinds() -> list[Kind]:
-    """Every kernel that `pick` can give on the capabilities with a table or a rule of their own."""
+def chosen_kinds(sms: Iterable[int] = tuple(SM_COUNT)) -> list[Kind]:
+    """Every kernel that `pick` can give on these capabilities."""
     found: dict[str, Kind] = {}
-    for sm, bits in itertools.product(SM_COUNT, GROUPS):
-        for group, m, (n, k) in itertools.product(GROUPS[bits], BUCKETS, SHAPES):
+    for sm, bits in itertools.product(sms, (4, 8)):
+        for group, m, (n, k) in itertools.product(GROUPS, BUCKETS, SHAPES):
             launch = pick(m, n, k, group, sm, SHARED[sm], bits)
             if launch.kernel != "dequantize":
                 kept, kind = normal(launch, bits, group)
@@ -71,27 +69,13 @@ def write_code(keep: bool) -> None:
     print(f"wrote the counts of {len(found)} launches")
 
 
-def within_budget(launch: Launch, facts: CodeFacts, sm: int, bits: int) -> str | None:
-    """Why a launch must not be chosen on capability `sm`, or None."""
-    if facts.stack:
-        return f"{facts.stack} bytes of stack; none is allowed"
-    if facts.shared > SHARED[sm]:
-        return f"{facts.shared} bytes of shared memory; {SHARED[sm]} are allowed"
-    if not facts.tensor:
-        return "no tensor-core instruction in the main loop"
-    spent = instructions_a_weight(facts, launch, bits)
-    if launch.bm <= 16 and spent > MOST_INSTRUCTIONS[bits] + 0.005:
-        return f"{spent:.2f} instructions a weight; {MOST_INSTRUCTIONS[bits]} are allowed"
-    return None
-
-
 def predicted_rows(sm: int, bits: int, group: int, known: dict[str, CodeFacts]) -> list[dict]:
     """The launch of least predicted time for every shape and bucket, among those within the budget."""
     card, rows = CARDS[CARD_OF[sm]], []
     for (n, k), m in itertools.product(SHAPES, BUCKETS):
         best: tuple[float, Launch] | None = None
         for launch in candidates(m, sm, SHARED[sm], bits, group):
-            if launch.kernel == "gemm" and within_budget(launch, known[key(launch, sm, bits, group)], sm, bits):
+            if launch.kernel == "gemm" and over_budget(launch, known[key(launch, sm, bits, group)], sm, bits):
                 continue
             for tried in with_splits(launch, m, n, k, bits, card.count):
                 us = kernel_time(card, m, n, k, bits, group, tried).us

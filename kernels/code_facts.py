@@ -12,8 +12,10 @@ import json
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
-from qengine.kernels.launch import Launch
+from qengine.kernels.launch import SHARED, Launch
 
+MOST_INSTRUCTIONS = {4: 3.5, 8: 7.0}
+"""Lane instructions a weight that a launch for up to 16 rows may take, by bits."""
 FILE = Path(__file__).parent / "launch_tables" / "code.json"
 
 
@@ -70,6 +72,11 @@ def load_facts() -> dict[str, CodeFacts]:
     return {name: CodeFacts(r[0], r[1], r[2], r[3], r[4], bool(r[5])) for name, r in rows.items()}
 
 
+def shipped_version() -> str:
+    """The Triton that made the shipped counts, "" where none are shipped."""
+    return str(json.loads(FILE.read_text())["triton"]) if FILE.is_file() else ""
+
+
 @functools.cache
 def compiled_facts(launch: Launch, sm: int, bits: int, group: int) -> CodeFacts:
     """The counts of a launch, compiled now. Raises CostError without Triton."""
@@ -89,6 +96,20 @@ def compiled_facts(launch: Launch, sm: int, bits: int, group: int) -> CodeFacts:
 def instructions_a_weight(facts: CodeFacts, launch: Launch, bits: int) -> float:
     """Lane instructions of the main loop for each weight."""
     return facts.instructions * 32 * launch.warps / (launch.bn * (512 // bits))
+
+
+def over_budget(launch: Launch, facts: CodeFacts, sm: int, bits: int) -> str | None:
+    """Why a launch must not be chosen on capability `sm`, or None."""
+    if facts.stack and sm < 90:
+        return f"{facts.stack} bytes of stack; none is allowed"
+    if facts.shared > SHARED[sm]:
+        return f"{facts.shared} bytes of shared memory; {SHARED[sm]} are allowed"
+    if not facts.tensor:
+        return "no tensor-core instruction in the main loop"
+    spent = instructions_a_weight(facts, launch, bits)
+    if launch.bm <= 16 and spent > MOST_INSTRUCTIONS[bits] + 0.005:
+        return f"{spent:.2f} instructions a weight; {MOST_INSTRUCTIONS[bits]} are allowed up to 16 rows"
+    return None
 
 
 def write_facts(found: dict[str, CodeFacts], triton_version: str) -> None:

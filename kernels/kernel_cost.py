@@ -69,11 +69,15 @@ def kernel_time(
     products = launch.bm * launch.bn * (512 // bits) / rate
     packed = _packed_bytes(n, k, bits, group)
     moved = packed + 2 * m * k * _rereads(m, n, k, launch) + 2 * m * n
+    # parts are written and read; what half the cache does not hold goes through memory
+    parts = 8 * work.parts * launch.bm * launch.bn
+    moved += parts if parts / 2 > card.cache_mib * 2**19 else 0
     own = math.ceil(n / launch.bn) * m * k * 2
     memory = moved / (card.peak * card.reach) / 1e3
-    l2 = (packed + own + 2 * m * n + 8 * work.parts * launch.bm * launch.bn) / card.l2 / 1e3
+    l2 = (packed + own + 2 * m * n + parts) / card.l2 / 1e3
     resources = (memory, l2, issue, work.busiest * products / card.clock / 1e3)
-    turn = facts.instructions * max(1.0, launch.warps / 4) + products
+    issued = facts.instructions * max(1.0, launch.warps / 4)
+    turn = max(issued, products) if launch.overlap else issued + products
     turn += EXPOSED_STAGED if launch.stages > 1 else EXPOSED
     latency, after = work.latency(card, launch, facts, turn)
     return _cost(card, (m, n, k, bits, group), resources, moved, rate, latency, after, launch, facts)
@@ -131,7 +135,9 @@ class _Work:
         slots = card.count * _residents(card, launch, facts)
         rounds = math.ceil(self.whole / slots), math.ceil(self.parts / slots)
         turns = rounds[0] * self.blocks + rounds[1] * self.share
-        after = PARTS + launch.split * launch.bm * launch.bn * 4 / PART_BYTES / 1e3 if self.parts else 0.0
+        # one program adds up all parts of a tile, or each of them a share
+        added = (1 if launch.spread else launch.split) * launch.bm * launch.bn * 4
+        after = PARTS + added / PART_BYTES / 1e3 if self.parts else 0.0
         return turns * turn / card.clock / 1e3, after
 
 

@@ -100,16 +100,17 @@ def _rule(m: int, sm: int) -> Launch:
         bm = 8 if m <= 8 else 16
         return Launch(bm=bm, bn=64, stages=4) if copies else Launch(bm=bm, bn=128, prefetch=1)
     if m <= 32:
-        return Launch(bm=32, bn=64 if copies else 128, stages=3 if copies else 1, halves=sm < 90)
-    if sm < 90:
+        return Launch(bm=32, bn=64 if copies else 128, stages=3 if copies else 1, halves=sm != 90)
+    if sm != 90:
         if copies and m > 1024:
             return Launch("dequantize")
         return Launch(bm=64, bn=128, stages=2 if copies else 1, scaled=True, halves=True)
-    if m > 1024:
+    if m > 2048:
         return Launch("dequantize")
-    if m <= 64:
-        return Launch(bm=64, bn=64, stages=3, scaled=True)
-    return Launch(bm=128, bn=128, warps=8, stages=3, scaled=True)
+    hopper = Launch(bm=64, bn=64, stages=3, scaled=True, pdl=2, tma=True, spread=True)
+    if m <= 128:
+        return replace(hopper, bm=64 if m <= 64 else 128)
+    return replace(hopper, bm=256, bn=128, warps=8, overlap=True)
 
 
 def _fit(
@@ -128,7 +129,8 @@ def _fit(
     values["overlap"] = values["overlap"] and sm == 90 and values["scaled"] and not values["halves"]
     values["stages"] = _shallow(Launch(**values), bits, smem).stages
     if not keep_split:
-        residents = max(1, min(8, 16 // values["warps"]) if values["bm"] <= 16 else 2 if values["bm"] <= 64 else 1)
+        large = values["bm"] * values["bn"] > 8192
+        residents = min(8, 16 // values["warps"]) if values["bm"] <= 16 else 1 if large else 2
         values["split"] = split_for(m, n, k, values["bm"], values["bn"], block, count * residents)
         values["whole"] = 0
     values["split"] = max(1, min(values["split"], math.ceil(k / block)))

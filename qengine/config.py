@@ -72,7 +72,7 @@ class ModelConfig:
     sampling parameters; "vllm" takes SamplingParams' own. max_logprobs: most logprobs a request may ask for; -1 is
     no limit. strict: refuse a model whose max_model_len does not fit the memory, instead of lowering it with a warning.
     embedding_on_host: keep the embedding table in pinned CPU memory, from where the GPU reads the rows it needs; None
-    does so where less than 24 GiB are there and the head does not share the table. lm_head_dtype: "model" keeps the
+    does so where less than 24 GiB are there. lm_head_dtype: "model" keeps the
     output head as the checkpoint has it, "int8" quantizes a dense one to 8 bits at load (groups of 128 columns);
     "auto" is int8 where less than 24 GiB are there.
     """

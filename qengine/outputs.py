@@ -43,7 +43,7 @@ class RequestMetrics:
     """Times in seconds of time.monotonic(), and counts, of one request.
 
     num_cached_tokens: prompt tokens taken from the prefix cache. num_preemptions: times a sequence of the request
-    gave its blocks back and was computed again.
+    gave its blocks up; it got its cache back by copies or by computing it again.
     """
 
     arrival_time: float

@@ -62,7 +62,7 @@ def norm_variant(
     size: int, stream: str, delta: str | None, weight: str, out: str | None, rows: int = 1, *, kind: str = "rms",
     inner: bool = False, second: bool = False, bias: bool = False,
 ) -> Variant:  # fmt: skip
-    """A norm over `size` values; dtypes of hidden, delta, weights and out as "fp16", "bf16", "fp32", None where absent."""
+    """A norm over `size` values; dtypes of hidden, delta, weights and out: "fp16", "bf16", "fp32", or None: absent."""
     shape = shape_for(size, rows, {_WIDTHS[t] for t in (stream, delta, weight, out) if t})
     pointers = dict.fromkeys(("delta_ptr", "second_ptr"), delta or stream)
     pointers |= dict.fromkeys(("inner_ptr", "weight_ptr", "bias_ptr"), weight)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from qengine.kernels.operator import operator
+
 from . import ref
 from .activation import run_act_and_mul
 from .embedding import run_embedding
@@ -15,8 +17,8 @@ def _result(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-@torch.library.custom_op("qengine::norm", mutates_args=())
-def _norm(
+@operator("qengine::norm", mutates_args=())
+def norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -24,6 +26,7 @@ def _norm(
     out_dtype: torch.dtype,
     kind: str,
 ) -> torch.Tensor:
+    """See ops.rms_norm and ops.layer_norm."""
     if not x.is_cuda:
         if kind == "layer":
             return ref.layer_norm(x, weight, bias, eps, out_dtype)
@@ -33,7 +36,7 @@ def _norm(
     return out
 
 
-@_norm.register_fake
+@norm.register_fake
 def _(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -45,21 +48,22 @@ def _(
     return _result(x, out_dtype)
 
 
-@torch.library.custom_op("qengine::rms_norm_", mutates_args=("x",))
-def _rms_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+@operator("qengine::rms_norm_", mutates_args=("x",))
+def rms_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+    """See ops.rms_norm_."""
     if not x.is_cuda:
         x.copy_(ref.rms_norm(x, weight, eps))
         return
     run_norm(x, x, weight, None, eps)
 
 
-@_rms_norm_.register_fake
+@rms_norm_.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     return None
 
 
-@torch.library.custom_op("qengine::add_norm", mutates_args=("hidden",))
-def _add_norm(
+@operator("qengine::add_norm", mutates_args=("hidden",))
+def add_norm(
     hidden: torch.Tensor,
     delta: torch.Tensor,
     second: torch.Tensor | None,
@@ -69,6 +73,7 @@ def _add_norm(
     out_dtype: torch.dtype,
     kind: str,
 ) -> torch.Tensor:
+    """See ops.add_rms_norm and ops.add_layer_norm."""
     if not hidden.is_cuda:
         if kind == "layer":
             return ref.add_layer_norm(hidden, delta, weight, bias, eps, out_dtype, second)
@@ -78,7 +83,7 @@ def _add_norm(
     return out
 
 
-@_add_norm.register_fake
+@add_norm.register_fake
 def _(
     hidden: torch.Tensor,
     delta: torch.Tensor,
@@ -92,21 +97,22 @@ def _(
     return _result(hidden, out_dtype)
 
 
-@torch.library.custom_op("qengine::norm_add", mutates_args=("hidden",))
-def _norm_add(hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+@operator("qengine::norm_add", mutates_args=("hidden",))
+def norm_add(hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """See ops.norm_add."""
     if not hidden.is_cuda:
         ref.norm_add(hidden, delta, weight, eps)
         return
     run_norm(hidden, None, delta=delta, inner=weight, inner_eps=eps)
 
 
-@_norm_add.register_fake
+@norm_add.register_fake
 def _(hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     return None
 
 
-@torch.library.custom_op("qengine::norm_add_norm", mutates_args=("hidden",))
-def _norm_add_norm(
+@operator("qengine::norm_add_norm", mutates_args=("hidden",))
+def norm_add_norm(
     hidden: torch.Tensor,
     delta: torch.Tensor,
     delta_weight: torch.Tensor,
@@ -115,6 +121,7 @@ def _norm_add_norm(
     eps: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    """See ops.norm_add_norm."""
     if not hidden.is_cuda:
         return ref.norm_add_norm(hidden, delta, delta_weight, delta_eps, weight, eps, out_dtype)
     out = _result(hidden, out_dtype)
@@ -122,7 +129,7 @@ def _norm_add_norm(
     return out
 
 
-@_norm_add_norm.register_fake
+@norm_add_norm.register_fake
 def _(
     hidden: torch.Tensor,
     delta: torch.Tensor,
@@ -135,8 +142,9 @@ def _(
     return _result(hidden, out_dtype)
 
 
-@torch.library.custom_op("qengine::act_and_mul", mutates_args=())
-def _act_and_mul(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
+@operator("qengine::act_and_mul", mutates_args=())
+def act_and_mul(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
+    """See ops.act_and_mul."""
     if not gate.is_cuda:
         return ref.act_and_mul(gate, up, name)
     out = _result(gate, gate.dtype)
@@ -144,13 +152,14 @@ def _act_and_mul(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tenso
     return out
 
 
-@_act_and_mul.register_fake
+@act_and_mul.register_fake
 def _(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
     return _result(gate, gate.dtype)
 
 
-@torch.library.custom_op("qengine::embed", mutates_args=())
-def _embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out_dtype: torch.dtype) -> torch.Tensor:
+@operator("qengine::embed", mutates_args=())
+def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out_dtype: torch.dtype) -> torch.Tensor:
+    """See ops.embed."""
     if not ids.is_cuda:
         return ref.embed(ids, table, scale, out_dtype)
     out = torch.empty(ids.shape[0], table.shape[1], dtype=out_dtype, device=ids.device)
@@ -158,15 +167,16 @@ def _embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out_dtype: torc
     return out
 
 
-@_embed.register_fake
+@embed.register_fake
 def _(ids: torch.Tensor, table: torch.Tensor, scale: float, out_dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(ids.shape[0], table.shape[1], dtype=out_dtype, device=ids.device)
 
 
-@torch.library.custom_op("qengine::rotary_angles", mutates_args=())
-def _rotary_angles(
+@operator("qengine::rotary_angles", mutates_args=())
+def rotary_angles(
     positions: torch.Tensor, inverse: torch.Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.rotary_angles."""
     if not positions.is_cuda:
         return ref.rotary_angles(positions, inverse, factor, dtype, interleaved)
     shape = (positions.shape[0], 1, 2 * inverse.shape[-1])
@@ -176,7 +186,7 @@ def _rotary_angles(
     return cos, sin
 
 
-@_rotary_angles.register_fake
+@rotary_angles.register_fake
 def _(
     positions: torch.Tensor, inverse: torch.Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from . import library as library  # makes the operators that _OPS finds
-from . import ref
+from . import library, ref
 from .activation import KINDS
 from .norm import MAX_SIZE
 
@@ -28,7 +27,6 @@ __all__ = [
     "rms_norm_",
     "rotary_angles",
 ]
-_OPS = torch.ops.qengine
 FLOATING = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -42,7 +40,7 @@ def rms_norm(
     if x.is_cpu:
         return ref.rms_norm(x, weight, eps, out_dtype)
     _check("rms_norm", x, vectors=(weight,))
-    return _OPS.norm(x, weight, None, eps, out_dtype or _result_dtype(x, weight), "rms")
+    return library.norm(x, weight, None, eps, out_dtype or _result_dtype(x, weight), "rms")
 
 
 def rms_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
@@ -51,7 +49,7 @@ def rms_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
         x.copy_(ref.rms_norm(x, weight, eps))
         return
     _check("rms_norm_", x, vectors=(weight,))
-    _OPS.rms_norm_(x, weight, eps)
+    library.rms_norm_(x, weight, eps)
 
 
 def layer_norm(
@@ -69,7 +67,7 @@ def layer_norm(
         return ref.layer_norm(x, weight, bias, eps, out_dtype)
     _check("layer_norm", x, vectors=(weight, bias))
     _check_bias("layer_norm", weight, bias)
-    return _OPS.norm(x, weight, bias, eps, out_dtype or _result_dtype(x, weight), "layer")
+    return library.norm(x, weight, bias, eps, out_dtype or _result_dtype(x, weight), "layer")
 
 
 def add_rms_norm(
@@ -88,7 +86,7 @@ def add_rms_norm(
         return ref.add_rms_norm(hidden, delta, weight, eps, out_dtype, second)
     _check("add_rms_norm", hidden, (delta, second), (weight,))
     dtype = out_dtype or _result_dtype(hidden, weight)
-    return _OPS.add_norm(hidden, delta, second, weight, None, eps, dtype, "rms")
+    return library.add_norm(hidden, delta, second, weight, None, eps, dtype, "rms")
 
 
 def add_layer_norm(
@@ -106,7 +104,7 @@ def add_layer_norm(
     _check("add_layer_norm", hidden, (delta, second), (weight, bias))
     _check_bias("add_layer_norm", weight, bias)
     dtype = out_dtype or _result_dtype(hidden, weight)
-    return _OPS.add_norm(hidden, delta, second, weight, bias, eps, dtype, "layer")
+    return library.add_norm(hidden, delta, second, weight, bias, eps, dtype, "layer")
 
 
 def norm_add(hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -115,7 +113,7 @@ def norm_add(hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, ep
         ref.norm_add(hidden, delta, weight, eps)
         return
     _check("norm_add", hidden, (delta,), (weight,))
-    _OPS.norm_add(hidden, delta, weight, eps)
+    library.norm_add(hidden, delta, weight, eps)
 
 
 def norm_add_norm(
@@ -132,7 +130,7 @@ def norm_add_norm(
         return ref.norm_add_norm(hidden, delta, delta_weight, delta_eps, weight, eps, out_dtype)
     _check("norm_add_norm", hidden, (delta,), (delta_weight, weight))
     dtype = out_dtype or _result_dtype(hidden, weight)
-    return _OPS.norm_add_norm(hidden, delta, delta_weight, delta_eps, weight, eps, dtype)
+    return library.norm_add_norm(hidden, delta, delta_weight, delta_eps, weight, eps, dtype)
 
 
 def act_and_mul(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], name: str) -> torch.Tensor:
@@ -154,7 +152,7 @@ def act_and_mul(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], name: str) 
     _check("act_and_mul", gate, (up,), limit=False)
     if gate.dtype != up.dtype:
         raise ValueError(f"act_and_mul: gate is {gate.dtype}, up is {up.dtype}; both must be of one dtype")
-    return _OPS.act_and_mul(gate, up, name)
+    return library.act_and_mul(gate, up, name)
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out_dtype: torch.dtype) -> torch.Tensor:
@@ -178,7 +176,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out_dtype: torch
         )
     if table.is_cuda and table.device != ids.device:
         raise ValueError(f"embed: ids are on {ids.device}, the table on {table.device}")
-    return _OPS.embed(ids, table, scale, out_dtype)
+    return library.embed(ids, table, scale, out_dtype)
 
 
 def rotary_angles(
@@ -201,7 +199,7 @@ def rotary_angles(
         )
     if dtype not in FLOATING:
         raise ValueError(f"rotary_angles: the result must be float16, bfloat16 or float32, got {dtype}")
-    cos, sin = _OPS.rotary_angles(positions, inverse, factor, dtype, interleaved)
+    cos, sin = library.rotary_angles(positions, inverse, factor, dtype, interleaved)
     return cos, sin
 
 

@@ -6,8 +6,9 @@ one buffer and no launch. Which kernels run is a `Plan`, facts that the host kno
     greedy                     block_stats, finish_plain                        one read of the logits
     temperature                the same, with sums
     top_k, top_p, min_p        block_stats, finish_cut, finish_flat             one read and what may be kept
-    no top_k, or a large one   finish_list, tally_blocks (twice), gather_range, up to four reads more of rows that are
-                               finish_wide, before finish_flat                  flat, nothing for the others
+    no top_k, or a large one   finish_list, tally_blocks and choose_range       up to four reads more of rows that are
+                               (twice), gather_range, finish_wide               flat, nothing of the others
+                               before finish_flat
     bans, biases               change_rows, change_entries before
     penalties                  applied as logits are read; count_tokens after
     logprobs                   raw_stats, finish_logprobs after
@@ -27,10 +28,11 @@ import triton
 from .sampling_cut_kernel import finish_cut, finish_list
 from .sampling_flat_kernel import finish_flat
 from .sampling_kernel import ROW, block_stats, finish_plain
+from .sampling_keys import STATE
 from .sampling_logprobs_kernel import finish_logprobs, raw_stats
 from .sampling_ref import logprobs_ref, sample_rows_ref
 from .sampling_rules_kernel import ENTRY, change_entries, change_rows, count_tokens
-from .sampling_wide_kernel import finish_wide, gather_range, tally_blocks
+from .sampling_wide_kernel import choose_range, finish_wide, gather_range, tally_blocks
 
 PARAMETERS: int = ROW.value
 ENTRY_VALUES: int = ENTRY.value
@@ -56,7 +58,7 @@ class Shape:
     pivots: int = 8
     step: int = 2048
     rays: int = 16
-    part: int = 512
+    part: int = 256
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Workspace:
         self.chosen = empty(rows, self.groups, dtype=torch.int32)
         self.list = empty(rows, 2, shape.list, dtype=torch.int32)
         self.sums = empty(rows, self.steps, dtype=torch.float64)
-        self.bound = empty(rows, dtype=torch.float32)
+        self.state = empty(rows, STATE.value, dtype=torch.float64)
+        self.starts = empty(rows, self.blocks_padded, dtype=torch.int32)
         self.tcount = empty(2, rows, self.blocks, shape.rays, dtype=torch.int32)
         self.tmass = empty(2, rows, self.blocks, shape.rays, dtype=torch.float32)
         self.running = empty(rows, shape.list, dtype=torch.float64)
@@ -238,7 +241,7 @@ def _finish(of: _Sources, inputs: Inputs, plan: Plan, work: Workspace, out: torc
     if plan.cuts:
         finish_cut[(plan.rows,)](
             *from_, work.bmax, work.bsum, work.gmax, work.gsum, work.chosen, work.list, work.cut, work.left,
-            work.bound, out, *sizes, ng, GROUP=shape.group, NB=blocks, NG=triton.next_power_of_2(ng),
+            work.state, out, *sizes, ng, GROUP=shape.group, NB=blocks, NG=triton.next_power_of_2(ng),
             CHUNK=shape.chunk, TILE=shape.tile, LIST=shape.list, **common, num_warps=warps[2],
         )  # fmt: skip
         if plan.wide:
@@ -258,19 +261,25 @@ def _widen(
         inputs.rows, work.bmax, work.bsum, work.list, work.cut, work.left, out, out.stride(0), nb,
         NB=work.blocks_padded, LIST=shape.list, num_warps=shape.warps[3],
     )  # fmt: skip
-    from_ = (
-        of.logits, of.changed, of.counts, inputs.rows, work.bmax, work.bsum, work.left, work.bound, work.tcount,
-        work.tmass,
-    )  # fmt: skip
-    same: dict[str, Any] = {"BLOCK": shape.block, "NB": work.blocks_padded, "PIVOTS": shape.rays, **common}
+    from_ = (of.logits, of.changed, of.counts, inputs.rows, work.left, work.state)
+    tallies, blocks = (work.tcount, work.tmass), work.blocks_padded
     for second in (False, True):
         tally_blocks[(nb, plan.rows)](
-            *from_, *of.strides, work.vocab, nb, SECOND=second, PART=shape.part, **same, num_warps=shape.warps[5]
-        )
-    gather_range[(nb, plan.rows)](*from_, work.list, *of.strides, work.vocab, nb, LIST=shape.list, **same, num_warps=4)
+            *from_, *tallies, *of.strides, work.vocab, nb, SECOND=second, BLOCK=shape.block, PART=shape.part,
+            PIVOTS=shape.rays, **common, num_warps=shape.warps[5],
+        )  # fmt: skip
+        choose_range[(1, plan.rows)](
+            inputs.rows, work.left, work.state, *tallies, work.starts, nb, SECOND=second, NB=blocks,
+            PIVOTS=shape.rays, num_warps=4,
+        )  # fmt: skip
+    gather_range[(nb, plan.rows)](
+        *from_, work.starts, work.list, *of.strides, work.vocab, nb, BLOCK=shape.block, NB=blocks, LIST=shape.list,
+        **common, num_warps=8,
+    )  # fmt: skip
     finish_wide[(1, plan.rows)](
-        *from_, work.list, work.running, work.cut, out, *of.strides, out.stride(0), work.vocab, nb, LIST=shape.list,
-        **same, num_warps=shape.warps[6],
+        *from_, work.tmass, work.starts, work.list, work.running, work.cut, out, *of.strides, out.stride(0),
+        work.vocab, nb, BLOCK=shape.block, NB=blocks, PIVOTS=shape.rays, LIST=shape.list, **common,
+        num_warps=shape.warps[6],
     )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ from .sampling_flat_kernel import finish_flat
 from .sampling_kernel import block_stats, finish_plain
 from .sampling_logprobs_kernel import finish_logprobs, raw_stats
 from .sampling_rules_kernel import change_entries, change_rows, count_tokens
-from .sampling_wide_kernel import finish_wide, gather_range, tally_blocks
+from .sampling_wide_kernel import choose_range, finish_wide, gather_range, tally_blocks
 
-_DOUBLES = ("params", "ruled", "entries", "rows", "sums")
-_INTEGERS = ("groups", "list", "left", "tcount", "rank")
+_DOUBLES = ("params", "ruled", "entries", "rows", "sums", "state")
+_INTEGERS = ("groups", "list", "left", "tcount", "rank", "starts")
 _LONGS = ("tokens",)
 GROUPS = 8192
 """finish_cut's and finish_logprobs' padded groups for up to 262,144 tokens."""
@@ -67,12 +67,13 @@ def variants(shape: Shape | None = None) -> Iterator[Variant]:
         yield Variant(f"finish_cut{mark}", finish_cut, cut, warps[2])
         flat = {"PIVOTS": shape.pivots, "STEP": shape.step, "STEPS": 64, "LIST": shape.list, **more}
         yield Variant(f"finish_flat{mark}", finish_flat, flat, warps[4])
-        wide = {"BLOCK": shape.block, "PIVOTS": shape.rays, **more}
-        tally = {**wide, "SECOND": True, "PART": shape.part}
+        wide = {"BLOCK": shape.block, "LIST": shape.list, **more}
+        tally = {"BLOCK": shape.block, "PIVOTS": shape.rays, "SECOND": False, "PART": shape.part, "RULES": rules}
         yield Variant(f"tally_blocks{mark}", tally_blocks, tally, warps[5])
-        yield Variant(f"gather_range{mark}", gather_range, {**wide, "LIST": shape.list}, 4)
-        yield Variant(f"finish_wide{mark}", finish_wide, {**wide, "LIST": shape.list}, warps[6])
+        yield Variant(f"gather_range{mark}", gather_range, wide, 8)
+        yield Variant(f"finish_wide{mark}", finish_wide, {**wide, "PIVOTS": shape.rays}, warps[6])
     yield Variant("finish_list", finish_list, {"NB": 64, "LIST": shape.list}, warps[3])
+    yield Variant("choose_range", choose_range, {"SECOND": True, "NB": 64, "PIVOTS": shape.rays}, 4)
     yield Variant("change_rows", change_rows, {"BLOCK": shape.block}, 4)
     yield Variant("change_entries", change_entries, {"BLOCK": shape.block, "PART": 256}, 4)
     yield Variant("count_tokens", count_tokens, {"PART": 128}, 4)

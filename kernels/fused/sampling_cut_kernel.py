@@ -40,58 +40,27 @@ from .sampling_kernel import (
     row_view,
     write_token,
 )
+from .sampling_keys import (
+    BEST,
+    BOUND,
+    HIGH,
+    LEAST,
+    LOW,
+    STATE,
+    TOTAL,
+    UNIT,
+    largest_key,
+    ordered,
+    scaled,
+    smallest_kept,
+    unordered,
+)
 
-UNIT = tl.constexpr(2.0**44)
-LEAST = tl.constexpr(-3.4028234663852886e38)
 COARSE = tl.constexpr(14)
 """Bits of a float that the bounds leave open."""
 REST = tl.constexpr(2**14 - 1)
 INF_COARSE = tl.constexpr(0x7F800000 >> 14)
 ONE_COARSE = tl.constexpr(0x3F800000 >> 14)
-
-
-@triton.jit
-def ordered(x):
-    """int32 that orders as the float32 x does, -0 as 0: no key is -1."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def unordered(key):
-    """The float32 of a key of `ordered`."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scaled(y, best, temperature):
-    """s(y): two roundings, as the reference makes them."""
-    return tl.math.div_rn(y - best, temperature)
-
-
-@triton.jit
-def largest_key(key, weight, lo, hi, need):
-    """The largest v in lo..hi for which the weights of keys >= v add to `need` (as they do at lo). lo, hi: int64."""
-    part = tl.arange(0, 4)
-    while lo < hi:
-        # four at a time: a turn's cost is in adding up over the program's threads
-        mid = lo + ((hi - lo) * (part + 1) + 4) // 5
-        reach = key[None, :] >= mid.to(tl.int32)[:, None]
-        enough = tl.sum(tl.where(reach, weight[None, :], 0), axis=1) >= need
-        hi = tl.minimum(hi, tl.min(tl.where(enough, hi, mid - 1)))
-        lo = tl.maximum(lo, tl.max(tl.where(enough, mid, lo)))
-    return lo
-
-
-@triton.jit
-def smallest_kept(lo, hi, best, temperature, least):
-    """The smallest float of keys lo..hi (int64) with s(y) >= least, which holds at hi."""
-    while lo < hi:
-        mid = lo + (hi - lo) // 2
-        enough = scaled(unordered(mid.to(tl.int32)), best, temperature) >= least
-        hi = tl.where(enough, mid, hi)
-        lo = tl.where(enough, lo, mid + 1)
-    return unordered(hi.to(tl.int32))
 
 
 @triton.jit
@@ -245,7 +214,7 @@ def finish_cut(
     list_ptr,
     cut_ptr,
     left_ptr,
-    bound_ptr,
+    state_ptr,
     out_ptr,
     stride,
     changed_stride,
@@ -267,7 +236,7 @@ def finish_cut(
     NB, NG: powers of two of at least nb and ng. CHUNK: groups gathered at a time. Scratch: groups int32 [rows, ng],
     list int32 [rows, 2, LIST] (logits' bits, tokens). Writes cut fp32 [rows] (the smallest kept logit), out, and left
     int32 [rows]: 0 where the row is done, the length of its list where that is longer than TILE, or -1 where it is
-    longer than LIST; then bound fp32 [rows] is where the cut lies, or below which it does not matter.
+    longer than LIST; then state float64 [rows, STATE] is filled in, for sampling_wide_kernel.py.
     """
     row = tl.program_id(0)
     kind = parameter(params_ptr, row, KIND).to(tl.int32)
@@ -306,7 +275,13 @@ def finish_cut(
                     first = ordered(tl.full((), LEAST, tl.float32)).to(tl.int64)
                     last = ordered(best).to(tl.int64)
                     start = tl.maximum(low, smallest_kept(first, last, best, t32, log_min_p.to(tl.float32)))
-                tl.store(bound_ptr + row, start)
+                above = ordered(best) + 1
+                to = state_ptr + row.to(tl.int64) * STATE
+                tl.store(to + LOW, start.to(tl.float64))
+                tl.store(to + HIGH, unordered(tl.where(above == -1, 0, above)).to(tl.float64))
+                tl.store(to + BOUND, start.to(tl.float64))
+                tl.store(to + BEST, best.to(tl.float64))
+                tl.store(to + TOTAL, total)
         else:
             tl.store(cut_ptr + row, float("inf"))
             write_token(out_ptr, n_rows, row, row * 0, valid)

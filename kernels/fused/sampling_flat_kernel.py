@@ -8,7 +8,6 @@ value is left, searches the list, and draws in a last pass.
 import triton
 import triton.language as tl
 
-from .sampling_cut_kernel import LEAST, UNIT, largest_key, ordered, scaled, smallest_kept, unordered
 from .sampling_kernel import (
     CUT,
     FAR,
@@ -28,6 +27,7 @@ from .sampling_kernel import (
     row_view,
     write_token,
 )
+from .sampling_keys import LEAST, UNIT, largest_key, ordered, scaled, smallest_kept, unordered
 
 
 @triton.jit

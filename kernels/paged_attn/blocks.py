@@ -15,9 +15,8 @@ import triton.language as tl
 
 from .cache import KVPool
 
-LINK_PROGRAMS, DEVICE_PROGRAMS = 16, 256
-"""Programs of a launch whose buffer is on the host, or on the device."""
-WARPS = 8
+LINK, DEVICE = (8, 4), (256, 8)
+"""(programs, warps) of a launch whose buffer is on the host, or on the device."""
 CHUNK = 4096
 """int32 words that a program moves at a time."""
 COPY_BYTES = 8 << 20
@@ -135,7 +134,7 @@ def run_move(
     gather: bool,
     first_layer: int = 0,
     programs: int | None = None,
-    warps: int = WARPS,
+    warps: int | None = None,
     chunk: int = CHUNK,
 ) -> None:
     """Launch the kernel for the layers from first_layer on that the buffer [n, layers, block_bytes] holds."""
@@ -143,8 +142,8 @@ def run_move(
     chunks = buffer.shape[0] * buffer.shape[1] * triton.cdiv(words, chunk)
     if not chunks:
         return
-    programs = programs or (DEVICE_PROGRAMS if buffer.is_cuda else LINK_PROGRAMS)
-    move_kernel[(min(programs, chunks),)](
+    usual = DEVICE if buffer.is_cuda else LINK
+    move_kernel[(min(programs or usual[0], chunks),)](
         pool.storage.view(torch.int32),
         buffer.view(torch.int32),
         block_ids,
@@ -156,6 +155,6 @@ def run_move(
         block_ids.stride(0),
         GATHER=gather,
         CHUNK=chunk,
-        num_warps=warps,
+        num_warps=warps or usual[1],
         num_stages=1,
     )

@@ -14,11 +14,12 @@ import torch
 import triton
 
 from qengine.kernels import turing
+from qengine.kernels.operator import operator
 from qengine.kernels.w4a16.ops import workspace
 
 from .cache import LayerCache, gather_kv
 from .decode_kernel import paged_decode_kernel
-from .decode_launch import DecodeLaunch, DecodeShape, pick_decode, programs
+from .decode_launch import DecodeLaunch, DecodeShape, part_floats, pick_decode, programs
 from .ref import causal_attention
 
 MAX_ROWS = 2048
@@ -76,12 +77,14 @@ def run(
     """`paged_decode` with the given launch, on the current stream; all tensors on one GPU."""
     shape = DecodeShape(cache.kind, cache.head_dim, q.shape[1] // cache.kv_heads, cache.block_size)
     space, locks = workspace(q.device)
-    floats = space.numel() // 4
-    chunk = max(1, min(MAX_ROWS, locks.numel() // (cache.kv_heads * shape.passes)))
+    # a program needs room for a part and a lock; rows that are too many for the workspace go in equal launches
+    room = min(space.numel() // 4 // part_floats(shape), locks.numel())
+    launches = math.ceil(q.shape[0] / max(1, min(MAX_ROWS, room // (cache.kv_heads * shape.passes))))
+    chunk = math.ceil(q.shape[0] / launches)
     for start in range(0, q.shape[0], chunk):
         rows = slice(start, min(start + chunk, q.shape[0]))
         count = programs(
-            launch, shape, cache.kv_heads, rows.stop - start, max_seq_len, _device(q.device.index or 0)[1], floats,
+            launch, shape, cache.kv_heads, rows.stop - start, max_seq_len, _device(q.device.index or 0)[1], room,
             num_splits,
         )  # fmt: skip
         _launch(q[rows], cache, block_tables[rows], seq_lens[rows], out[rows], launch, shape, count, space, locks,
@@ -105,7 +108,7 @@ def _launch(
 ) -> None:
     to_score, cap = score_factors(scale, softcap, cache.kind)
     parts = space.view(torch.float32)
-    stats = parts[2 * count * shape.rows * shape.padded :]
+    stats = parts[count * shape.rows * shape.padded :]
     rows = q.shape[0]
     options = {} if launch.registers is None else {"maxnreg": launch.registers}
     paged_decode_kernel[(count,)](
@@ -154,7 +157,7 @@ def rows_bucket(rows: int) -> int:
     return next(size for size in (256, MAX_ROWS) if rows <= size)
 
 
-@torch.library.custom_op("qengine::paged_decode", mutates_args=("out",))
+@operator("qengine::paged_decode", mutates_args=("out",))
 def _decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -225,12 +228,16 @@ def paged_decode(
     block_tables int32 [S, MB], seq_lens int32 [S]: cached tokens, the newest included; 0 gives a row of zeros.
     softcap c: s <- c tanh(s / c). sliding_window: tokens a query sees, its own included. max_seq_len: an upper bound of
     seq_lens, known to the host; it sizes the grid and nothing else. num_splits: programs for each sequence and KV head,
-    None for the launch table's choice.
+    None for as many as fill the card.
 
     Equal inputs give equal bits; which other sequences are in the step may change a result in its last bits. Raises
     ValueError for what does not fit. CPU tensors are served by `paged_decode_ref`, CUDA tensors never.
     """
-    _check(q, cache, block_tables, seq_lens, out, softcap, sliding_window, num_splits)
+    _check(q, cache, block_tables, seq_lens, out)
+    options = (("scale", scale), ("softcap", softcap), ("sliding_window", sliding_window), ("num_splits", num_splits))
+    for name, value in options:
+        if value is not None and value <= 0:
+            raise ValueError(f"paged_decode: {name}={value}, must be positive")
     if q.shape[0]:
         _decode(
             q, cache.k, cache.v, cache.k_scale, cache.v_scale, block_tables, seq_lens, out, cache.kind, scale, softcap,
@@ -244,9 +251,6 @@ def _check(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
-    softcap: float | None,
-    sliding_window: int | None,
-    num_splits: int | None,
 ) -> None:
     if q.dim() != 3 or q.shape[2] != cache.head_dim or q.shape[1] % cache.kv_heads:
         raise ValueError(
@@ -271,9 +275,6 @@ def _check(
         raise ValueError("paged_decode: rows of block_tables and seq_lens must be contiguous")
     if any(x.device != q.device for x in (cache.k, cache.v, block_tables, seq_lens, out)):
         raise ValueError(f"paged_decode: all tensors must be on {q.device}, as q is")
-    for name, value in (("softcap", softcap), ("sliding_window", sliding_window), ("num_splits", num_splits)):
-        if value is not None and value <= 0:
-            raise ValueError(f"paged_decode: {name}={value}, must be positive or None")
     if q.is_cuda:
         _check_device(q, cache)
 

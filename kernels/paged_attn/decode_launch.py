@@ -16,8 +16,9 @@ class DecodeLaunch:
     """One launch of the decode kernel.
 
     warps: of a program. tokens: of each warp in a tile, a power of two from 16. fetch: see the kernel (0 takes the
-    fewest registers, 2 keeps most loads in flight). per_sm: programs for each multiprocessor. min_tiles: the fewest
-    tiles worth a program. registers: the most a thread may have, or None for the compiler's choice.
+    fewest registers, 3 keeps most loads in flight). per_sm: programs for each multiprocessor. min_tiles: the fewest
+    tiles worth a program. registers: the most a thread may have, or None for the compiler's choice. skip: tiles that
+    lie within a sequence are not masked, at the cost of a few registers.
     """
 
     warps: int = 4
@@ -26,6 +27,7 @@ class DecodeLaunch:
     per_sm: int = 3
     min_tiles: int = 2
     registers: int | None = None
+    skip: bool = False
 
     @property
     def tile(self) -> int:
@@ -92,22 +94,28 @@ class DecodeShape:
             "TOK": launch.tokens,
             "TILE_SHIFT": launch.tile.bit_length() - 1,
             "FETCH": launch.fetch,
+            "SKIP": launch.skip,
         }
 
 
 def pick_decode(shape: DecodeShape, rows: int, max_seq_len: int, sm: int) -> DecodeLaunch:
     """The launch for `rows` sequences of at most `max_seq_len` tokens on compute capability `sm`. Pure.
 
-    What limits it are registers: a lane's share of a tile of keys and one of values are in flight at once.
+    What limits it are registers: a lane's share of a tile of keys and of one of values is in flight at once, 64
+    registers each at most. With asynchronous memory to fill, one warp a program was the fastest on an H200 for every
+    kind, batch and context (benchmarks/attn_decode.py --sweep); Turing's rule is set so that nothing spills.
     """
     bytes_a_lane = {"float16": 4, "bfloat16": 4, "int8": 2, "fp8": 2, "int4": 1}[shape.kind]
-    if shape.padded >= 256:
-        return DecodeLaunch(tokens=16, fetch=0, per_sm=2)
-    if shape.row_groups == 2:
-        return DecodeLaunch(tokens=16, fetch=1, per_sm=2)
+    wide = shape.padded >= 256
     if sm < 80:
-        return DecodeLaunch(tokens=16 if bytes_a_lane == 4 else 32, fetch=2, per_sm=2)
-    return DecodeLaunch(warps=2, tokens={4: 32, 2: 64, 1: 64}[bytes_a_lane], fetch=2, per_sm=4)
+        tokens = 16 if wide or shape.row_groups == 2 or bytes_a_lane == 4 else 32
+        fetch = 0 if wide else 1 if shape.row_groups == 2 else 2
+        return DecodeLaunch(4, tokens, fetch, per_sm=2, registers=255, skip=True)
+    if wide:
+        return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, 0 if bytes_a_lane == 4 else 2, per_sm=8, skip=True)
+    if shape.row_groups == 2:
+        return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, 2, per_sm=8, skip=True)
+    return DecodeLaunch(1, 32 if bytes_a_lane == 4 else 64, 2, per_sm=8, skip=True)
 
 
 def programs(
@@ -117,25 +125,28 @@ def programs(
     rows: int,
     max_seq_len: int,
     sm_count: int,
-    space_floats: int,
+    room: int,
     num_splits: int | None = None,
 ) -> int:
-    """Programs of a launch: per_sm for each multiprocessor, but no more than there are tiles or room for parts.
+    """Programs of a launch, at least one for each sequence and KV head.
 
-    Up to a sixth fewer are taken where heads of equal length then are cut into equal parts, or dealt out whole.
-    num_splits: programs for each sequence and KV head instead.
+    Where these are few, each is split into as many parts as fill the card once; where they are many, into as many as
+    leave the last round of programs the fullest. num_splits: parts instead. Nobody needs more programs than there are
+    pieces of min_tiles tiles. room: programs that the workspace has room for.
     """
     heads = rows * kv_heads * shape.passes
-    slots = sm_count * launch.per_sm
-    if num_splits is not None:
-        wanted = heads * num_splits
-    else:
-        even = heads * (slots // heads) if heads <= slots else math.ceil(heads / math.ceil(heads / slots))
-        wanted = even if 6 * even >= 5 * slots else slots
-    tiles = heads * math.ceil(max(max_seq_len, 1) / launch.tile)
-    return max(1, min(wanted, tiles, space_floats // part_floats(shape)))
+    splits = num_splits or _splits(heads, sm_count * launch.per_sm)
+    pieces = math.ceil(math.ceil(max(max_seq_len, 1) / launch.tile) / launch.min_tiles)
+    return heads * max(1, min(splits, pieces, room // heads))
+
+
+def _splits(heads: int, slots: int) -> int:
+    if heads <= slots:
+        return slots // heads
+    # the share of the rounds that is used; every further part costs a little
+    return max(range(1, 9), key=lambda k: heads * k / (math.ceil(heads * k / slots) * slots) - 0.02 * k)
 
 
 def part_floats(shape: DecodeShape) -> int:
-    """float32 numbers of workspace that a program needs: two partial results, each with two numbers a row."""
-    return 2 * shape.rows * (shape.padded + 2)
+    """float32 numbers of workspace that a program needs: a partial result, with two numbers a row."""
+    return shape.rows * (shape.padded + 2)

@@ -253,14 +253,3 @@ def nibble_pairs(u, v, KIND: tl.constexpr, ASM: tl.constexpr):
             _code(u, 28, KIND),
             _code(v, 28, KIND),
         )
-
-
-@triton.jit
-def hidden_zero(ASM: tl.constexpr):
-    """0, but the compiler does not know it: what is computed from it stays where it is written, inside a loop too."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, 0;", constraints="=r", args=[], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        return 0

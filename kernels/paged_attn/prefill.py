@@ -150,21 +150,6 @@ def _run_hopper(
     box = min(cache.block_size, launch.bn)
     shape = [(cache.num_blocks - 1) * block_rows + v_rows + cache.kv_heads * cache.block_size, size]
     descriptor = TensorDescriptor(cache.k, shape, [size, 1], [box, 64], gl.NVMMASharedLayout(128, 16, 2))
-    if launch.persistent:
-        from .prefill_hopper2 import hopper_prefill_kernel as persistent_kernel
-
-        works = count * (heads // launch.pack)
-        programs = min(works, multiprocessors(q.device))
-        persistent_kernel[(programs,)](
-            q, descriptor, block_tables, seq_lens, query_starts, tiles, out, -(-works // programs), programs, works,
-            count, chunk, q.stride(0) // 8, out.stride(0) // 8, block_rows, v_rows, block_tables.stride(0),
-            scale * LOG2E if softcap is None else 2.0 * LOG2E * scale / softcap,
-            0.0 if softcap is None else softcap * LOG2E, sliding_window or 0, GROUP=heads // cache.kv_heads,
-            PACK=launch.pack, HEAD=size, DP=hopper_size(size), BS=cache.block_size, BN=launch.bn, BOX=box,
-            STAGES=launch.stages, LISTED=seq_lens.shape[0] > 1, SOFTCAP=softcap is not None,
-            SLIDING=sliding_window is not None, PIN=launch.split, num_warps=4,
-        )  # fmt: skip
-        return
     hopper_prefill_kernel[(count * (heads // launch.pack),)](
         q,
         descriptor,

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from qengine.kernels.fused.ref import rotate
+from qengine.kernels.operator import operator
 
 from .cache import KINDS, Kind, LayerCache, store_kv_ref
 from .rotation import hadamard_block, rotate_heads
@@ -147,7 +148,7 @@ def _check_card(kind: Kind, qkv: torch.Tensor) -> None:
         raise ValueError(f"write_kv: bfloat16 needs compute capability 8.0, this card has {sm / 10}; use float16")
 
 
-@torch.library.custom_op("qengine::write_kv", mutates_args=("qkv", "k", "v", "k_scale", "v_scale"))
+@operator("qengine::write_kv", mutates_args=("qkv", "k", "v", "k_scale", "v_scale"))
 def _write_kv(
     qkv: torch.Tensor,
     k: torch.Tensor,

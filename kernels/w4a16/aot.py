@@ -49,7 +49,7 @@ def compile_launch(
         "EVEN_K": True,
         "PDL": launch.pdl,
         "TMA": launch.tma,
-        "WGMMA": sm == 90,
+        "WGMMA": sm == 90 and launch.warps >= 4,
         "OVERLAP": launch.overlap,
         "SPREAD": launch.spread,
         "ASM": True,

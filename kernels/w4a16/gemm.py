@@ -87,7 +87,7 @@ def w4a16_gemm(
     programs have (1) started or (2) done their products. The weights, which no kernel writes, are fetched while the
     kernel before still runs; all that depends on it comes after the wait.
     TMA: x comes through its tensor descriptor x_desc, with blocks of [BM, BLOCK], or of half the columns with HALVES
-    (compute capability 9.0, no perm). WGMMA: compiled for compute capability 9.0.
+    (compute capability 9.0, no perm). WGMMA: products may be Hopper's wgmma (9.0, four warps or more).
     OVERLAP (with SCALED, without PREFETCH and HALVES): the weights of a block are unpacked while the products of the
     block before it run, which helps where one program fills a multiprocessor.
     SPREAD: all programs of a tile in parts wait for each other and add up a share each, for large tiles.

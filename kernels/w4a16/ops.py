@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qengine.kernels import turing
 from qengine.kernels.launch import Launch, pick
+from qengine.kernels.operator import operator
 
 from .dequant import dequantize_rows
 from .gemm import w4a16_gemm
@@ -149,7 +150,8 @@ def _run_gemm(
         EVEN_K=weight.perm is None and weight.k == weight.k_padded,
         PDL=launch.pdl,
         TMA=tma,
-        WGMMA=device_limits(x.device.index or 0)[0] == 90,
+        # fewer than four warps are no warpgroup: their products are mma.sync
+        WGMMA=device_limits(x.device.index or 0)[0] == 90 and launch.warps >= 4,
         OVERLAP=launch.overlap,
         SPREAD=launch.spread and split > 1,
         ASM=True,
@@ -216,7 +218,7 @@ def dequantize(weight: W4A16Weight, dtype: torch.dtype = torch.float16) -> torch
     return plain[:, : weight.k]
 
 
-@torch.library.custom_op("qengine::w4a16_linear", mutates_args=())
+@operator("qengine::w4a16_linear", mutates_args=())
 def _linear(
     x: torch.Tensor,
     words: torch.Tensor,

@@ -77,7 +77,8 @@ def share_sums(
     """Add up a tile's parts, each of its programs an eighth of the columns, or several; write y; clear the lock.
 
     Called by all `splits` programs of the tile, once each has stored its part and counted itself in the lock. They wait
-    for each other: programs start in the order of their numbers, so those of the first unfinished tile are all running.
+    for each other, which cannot last: programs start in the order of their numbers, so of one kernel at most
+    splits - 1 wait for a program that has not started, far fewer than a card runs at once.
     (Triton's interpreter runs programs one after the other and would wait for ever.)
     """
     while tl.atomic_add(lock, 0, sem="acq_rel") < splits:

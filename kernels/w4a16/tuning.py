@@ -82,13 +82,15 @@ def _small(m: int, sm: int, fine: bool) -> list[Launch]:
     if sm >= 80:
         found += [Launch(bm=bm, bn=bn, warps=warps, stages=s) for bn, warps in tiles[1:] for s in (3, 4)]
     if sm == 90:
+        found += [Launch(bm=bm, bn=128, warps=8, prefetch=p) for p in (1, 2)]
+        found += [Launch(bm=bm, bn=bn, warps=w, stages=s) for bn, w in ((32, 1), (64, 2), (64, 4)) for s in (5, 6)]
         found = [replace(c, pdl=p) for c in found for p in (0, 1, 2)]
-    return [replace(c, scaled=fine, halves=sm < 90 and bm > 16) for c in found]
+    return [replace(c, scaled=fine, halves=sm != 90 and bm > 16) for c in found]
 
 
 def _large(m: int, sm: int) -> list[Launch]:
     tiles: tuple[tuple[int, int, int], ...]
-    if sm < 90:
+    if sm != 90:
         tiles = ((64, 64, 4), (64, 128, 4), (64, 128, 8), (64, 256, 8))
         depths = (2, 3) if sm >= 80 else (1,)
         return [
@@ -98,11 +100,13 @@ def _large(m: int, sm: int) -> list[Launch]:
     if m <= 64:
         tiles = ((64, 64, 4), (64, 128, 4), (64, 128, 8))
     else:
-        tiles = ((128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8), (128, 256, 8))
-    return [
-        Launch(bm=bm, bn=bn, warps=w, stages=s, scaled=True, halves=h, pdl=2, tma=True)
-        for (bm, bn, w), s, h in itertools.product(tiles, (2, 3, 4), (False, True))
+        tiles = ((128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 64, 4), (256, 128, 8))
+    found = [
+        Launch(bm=bm, bn=bn, warps=w, stages=s, scaled=True, pdl=2, tma=True, spread=True)
+        for (bm, bn, w), s in itertools.product(tiles, (3, 4))
     ]
+    # unpacking beside the products pays where one program fills a multiprocessor
+    return found + [replace(c, overlap=True) for c in found if c.bm * c.bn > 8192]
 
 
 def with_splits(launch: Launch, m: int, n: int, k: int, bits: int, count: int) -> list[Launch]:

@@ -117,3 +117,16 @@ class LoadMaker:
         """Short requests that end one after the other, so that every batch size up to `most` is computed once."""
         stride = max(1, most // 32)
         return self._load("warm-up", [16] * most, [2 + index // stride for index in range(most)])
+
+    def warm_up_mixed(self) -> Load:
+        """A third of the mixed load with other prompts and short outputs: it meets the shapes that the load will meet.
+
+        What a machine does once (compiling a kernel, capturing a graph) is not part of what is measured.
+        """
+        s = self.sizes
+        count = max(1, s.mixed // 3)
+        lengths = [self._random.randrange(*s.mixed_in) for _ in range(count)]
+        outputs = [
+            self._random.randrange(s.mixed_out[0], max(s.mixed_out[0] + 1, s.mixed_out[1] // 4)) for _ in lengths
+        ]
+        return self._load("warm-up", lengths, outputs)

@@ -91,24 +91,26 @@ def run_benchmark(options: Options, say: Say = lambda text: None, save: Save = l
     Raises what loading the model raises, and ConfigError for loads that do not fit; other failures are in the report.
     """
     report = Report(describe(options))
-    save(report.as_json())
-    with PeakMemory(resolve(options)) as peak:
-        if set(options.loads) & {"latency", "ttft", "streams", "mixed", "async"}:
-            _plain_loads(options, report, say, save)
+    peak = PeakMemory(resolve(options))
+
+    def keep() -> None:
         report.memory |= {"peak_gib": peak.gib, "counted": peak.counted or None}
         save(report.as_json())
+
+    with peak:
+        if set(options.loads) & {"latency", "ttft", "streams", "mixed", "async"}:
+            _plain_loads(options, report, say, keep)
         if "oversubscribed" in options.loads:
             with report.attempt("oversubscribed"):
                 _oversubscribed(options, report, say)
-    report.memory |= {"peak_gib": peak.gib, "counted": peak.counted or None}
-    save(report.as_json())
+    keep()
     if "startup" in options.loads:
         with report.attempt("startup"):
             _startup(options, report, say)
-        save(report.as_json())
+        keep()
     if options.predict and report.cache:
         _predict(options, report, say)
-        save(report.as_json())
+        keep()
     return report
 
 
@@ -128,7 +130,7 @@ def _predict(options: Options, report: Report, say: Say) -> None:
             row.predicted_tokens_per_s = predicted_rate(predictor, loads[row.name][0])
 
 
-def _plain_loads(options: Options, report: Report, say: Say, save: Save) -> None:
+def _plain_loads(options: Options, report: Report, say: Say, keep: Callable[[], None]) -> None:
     say("loading the model")
     start = time.perf_counter()
     llm = LLM(options.model, **llm_settings(options))
@@ -136,17 +138,19 @@ def _plain_loads(options: Options, report: Report, say: Say, save: Save) -> None
     try:
         maker = LoadMaker(llm.engine.limits.sample_vocab, options.sizes, options.seed)
         note_cache(report, llm)
-        save(report.as_json())
+        keep()
         loads = {name: runs for name, runs in maker.vllm_loads().items() if name in options.loads}
         for load in (load for runs in loads.values() for load in runs):
             check_fits(load, llm)
         say("warming up")
         run_load(llm, [maker.warm_up(min(options.sizes.mixed, max_seqs(options)))])
+        if "mixed" in loads:
+            run_load(llm, [maker.warm_up_mixed()])
         for name, runs in loads.items():
             say(ABOUT[name])
             with report.attempt(name):
                 report.rows.append(asyncio.run(_async(llm, runs)) if name == "async" else run_load(llm, runs))
-            save(report.as_json())
+            keep()
     finally:
         llm.close()
 
@@ -228,9 +232,8 @@ def note_cache(report: Report, llm: LLM) -> None:
     report.head["weights"] = model.describe()
     report.head["int8_head"] = "8-bit" in model.head.describe()
     report.memory["weights_gib"] = llm.weight_bytes / GIB
-    use = getattr(llm, "memory", None)
-    if use is not None:
-        report.memory["use_gib"] = {name: value / GIB for name, value in asdict(use).items()}
+    if llm.memory is not None:
+        report.memory["use_gib"] = {name: value / GIB for name, value in asdict(llm.memory).items()}
 
 
 def held_as(llm: LLM) -> str:

@@ -48,6 +48,11 @@ def chat(
     revision: opt.Revision = None,
     max_model_len: opt.MaxModelLen = None,
     gpu_memory_utilization: opt.GpuMemory = opt.DEFAULTS["gpu_memory_utilization"],
+    gpu_memory_limit: opt.GpuMemoryLimit = None,
+    kv_cache_dtype: opt.KvCacheDtype = opt.DEFAULTS["kv_cache_dtype"],
+    swap_space: opt.SwapSpace = opt.DEFAULTS["swap_space"],
+    lm_head_dtype: opt.LmHeadDtype = opt.DEFAULTS["lm_head_dtype"],
+    enforce_eager: opt.EnforceEager = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     allow_pickle: opt.AllowPickle = False,
 ) -> None:
@@ -68,6 +73,11 @@ def chat(
         revision=revision,
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
+        gpu_memory_limit=gpu_memory_limit,
+        kv_cache_dtype=kv_cache_dtype,
+        swap_space=swap_space,
+        lm_head_dtype=lm_head_dtype,
+        enforce_eager=enforce_eager,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )

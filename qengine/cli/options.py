@@ -56,6 +56,18 @@ NumBlocks = Annotated[
 GpuMemory = Annotated[
     float, _engine("Share of the GPU's memory this process may use.", "--gpu-memory-utilization", metavar="X")
 ]
+GpuMemoryLimit = Annotated[
+    Optional[float],  # noqa: UP045
+    _engine("GiB that the process may take on the GPU, instead of the share.", "--gpu-memory-limit", metavar="GIB"),
+]
+KvCacheDtype = Annotated[
+    str, _engine("auto, the compute type, or on a GPU int8, int4 or fp8.", "--kv-cache-dtype", metavar="TYPE")
+]
+SwapSpace = Annotated[
+    float, _engine("GiB of CPU memory for preempted sequences; 0: computed anew.", "--swap-space", metavar="GIB")
+]
+LmHeadDtype = Annotated[str, _engine("model, int8, or auto: int8 under 24 GiB.", "--lm-head-dtype", metavar="TYPE")]
+EnforceEager = Annotated[bool, _engine("Never use CUDA graphs.", "--enforce-eager")]
 NoPrefixCaching = Annotated[bool, _engine("Do not reuse equal prompt beginnings.", "--no-enable-prefix-caching")]
 EngineSeed = Annotated[int, _engine("Base of the seeds of requests without one.", "--engine-seed", metavar="N")]
 

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one for each batch size of a short ladder, captured when first needed."""
+"""Steps as CUDA graphs: one for each shape of a short ladder, captured when first needed."""
 
 from __future__ import annotations
 
@@ -48,62 +48,107 @@ class _Captured:
     logits: torch.Tensor
 
 
-class DecodeGraphs:
-    """Graphs of `forward`, which turns DeviceInputs of a decode step into logits [B, V].
+class StepGraphs:
+    """Graphs of `forward`, which turns DeviceInputs of a step into logits, a row for each sequence.
 
-    All read one input buffer and share one memory pool: the logits of a replay are good until the next one. max_rows:
-    sequences of the largest step. blocks: longest block table. stream: where everything of the runner happens.
+    All read one input buffer and take their memory from `pool`: the logits of a replay are good until the next one of
+    any graph of that pool. stream: where everything of the runner happens.
     """
 
     def __init__(
         self,
         forward: Callable[[DeviceInputs], torch.Tensor],
         *,
-        max_rows: int,
-        blocks: int,
+        largest: InputShape,
         device: torch.device,
         stream: torch.cuda.Stream,
+        pool: Any,
     ) -> None:
         self._forward = forward
-        self._sizes = batch_sizes(max_rows)
-        self._blocks = blocks
         self._stream = stream
-        self._buffer = torch.zeros(self.shape(max_rows).offsets()[-1], dtype=torch.uint8, device=device)
-        self._captured: dict[int, _Captured] = {}
-        self._pool: Any = None
+        self._buffer = torch.zeros(largest.offsets()[-1], dtype=torch.uint8, device=device)
+        self._captured: dict[InputShape, _Captured] = {}
         self._taken: list[int] = []
+        self._pool = pool
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Where the inputs of the next replay are put, laid out as `shape` says."""
+        """Where the inputs of the next replay are put, laid out as its InputShape says."""
         return self._buffer
 
-    def shape(self, rows: int) -> InputShape:
-        """The layout of the inputs of a step of `rows` sequences, padding included."""
-        size = self._sizes[bisect_left(self._sizes, rows)]
-        return InputShape(tokens=size, sequences=size, prefills=0, blocks=self._blocks)
-
-    def replay(self, rows: int) -> torch.Tensor:
-        """Logits [rows, V] of the inputs in the buffer; enqueued on the stream, nothing is waited for."""
-        size = self._sizes[bisect_left(self._sizes, rows)]
-        captured = self._captured.get(size) or self._capture(size)
+    def replay(self, shape: InputShape) -> torch.Tensor:
+        """Logits of the inputs in the buffer; enqueued on the stream, nothing is waited for."""
+        captured = self._captured.get(shape) or self._capture(shape)
         captured.graph.replay()
-        return captured.logits[:rows]
+        return captured.logits
 
     def graph_bytes(self) -> list[int]:
-        """Bytes of the device that each graph took when it was captured, in that order."""
+        """Bytes of the device that each graph took beside torch's memory, in the order of their capture."""
         return list(self._taken)
 
-    def _capture(self, size: int) -> _Captured:
-        inputs = DeviceInputs.over(self._buffer, self.shape(size))
+    def _outside(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._buffer.device)
+        return total - free - torch.cuda.memory_reserved(self._buffer.device)
+
+    def _capture(self, shape: InputShape) -> _Captured:
+        inputs = DeviceInputs.over(self._buffer, shape)
         self._forward(inputs)  # compiles kernels and makes workspaces, which a capture may not
         torch.cuda.synchronize()
-        free = torch.cuda.mem_get_info(self._buffer.device)[0]
+        before = self._outside()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             logits = self._forward(inputs).contiguous()
-        self._pool = self._pool or graph.pool()
-        self._captured[size] = _Captured(graph, borrowed(logits))
-        self._taken.append(max(0, free - torch.cuda.mem_get_info(self._buffer.device)[0]))
-        logger.debug("captured a decode graph of %d sequences", size)
-        return self._captured[size]
+        self._captured[shape] = _Captured(graph, borrowed(logits))
+        self._taken.append(max(0, self._outside() - before))
+        logger.debug("captured a graph of %d tokens of %d sequences", shape.tokens, shape.sequences)
+        return self._captured[shape]
+
+
+class DecodeShapes:
+    """Shapes of decode steps, a token for each sequence: one for each of a few batch sizes."""
+
+    def __init__(self, max_rows: int, blocks: int) -> None:
+        self._sizes = batch_sizes(max_rows)
+        self._blocks = blocks
+
+    @property
+    def largest(self) -> InputShape:
+        """The shape of the largest step."""
+        return self.of(self._sizes[-1])
+
+    def of(self, rows: int) -> InputShape:
+        """The smallest shape for `rows` sequences."""
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        return InputShape(tokens=size, sequences=size, prefills=0, blocks=self._blocks)
+
+
+TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+SEQUENCES = (1, 8, 16, 32, 64, 128, 256)
+
+
+class MixedShapes:
+    """Shapes of small steps with prompt chunks, where launching kernels one by one would take longer than they do.
+
+    Every sequence goes through the prefill kernel, which does not split long contexts over programs: so there is a
+    longest one.
+    """
+
+    longest = 4096
+
+    def __init__(self, max_rows: int, max_tokens: int, blocks: int) -> None:
+        self._tokens = [size for size in TOKENS if size < max_tokens] + ([max_tokens] if max_tokens <= 1024 else [])
+        self._sequences = [size for size in SEQUENCES if size < max_rows] + [max_rows]
+        self._blocks = blocks
+
+    @property
+    def largest(self) -> InputShape:
+        """The shape of the largest step."""
+        return InputShape(self._tokens[-1], self._sequences[-1], self._sequences[-1], self._blocks)
+
+    def of(self, tokens: int, sequences: int, length: int) -> InputShape | None:
+        """The smallest shape for a step with sequences of up to `length` tokens; None for one that is run eagerly."""
+        if tokens > self._tokens[-1] or sequences > self._sequences[-1] or length > self.longest:
+            return None
+        size = self._tokens[bisect_left(self._tokens, tokens)]
+        rows = self._sequences[bisect_left(self._sequences, sequences)]
+        return InputShape(tokens=size, sequences=rows, prefills=rows, blocks=self._blocks)

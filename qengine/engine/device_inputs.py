@@ -15,7 +15,10 @@ BUFFERS = 3
 
 @dataclass(frozen=True)
 class InputShape:
-    """Sizes of a step's arrays: tokens, sequences, prefill sequences, and blocks of the longest table."""
+    """Sizes of a step's arrays: tokens, sequences, prefill sequences, and blocks of the longest table.
+
+    Where prefills equals sequences, all are taken for prefills, whatever their number of tokens.
+    """
 
     tokens: int
     sequences: int
@@ -23,9 +26,10 @@ class InputShape:
     blocks: int
 
     def offsets(self) -> tuple[int, ...]:
-        """First byte of ids, positions, slots, lengths (int64 [T]); seq_lens [S], query_starts [P + 1], tables
-        [S, MB] (int32); and the bytes of all."""
-        sizes = [8 * self.tokens] * 4 + [4 * self.sequences, 4 * (self.prefills + 1), 4 * self.sequences * self.blocks]
+        """First byte of ids, positions, slots, lengths (int64 [T]), lasts (int64 [S]); seq_lens [S], query_starts
+        [P + 1], tables [S, MB] (int32); and the bytes of all."""
+        sizes = [8 * self.tokens] * 4 + [8 * self.sequences]
+        sizes += [4 * self.sequences, 4 * (self.prefills + 1), 4 * self.sequences * self.blocks]
         starts = [0]
         for size in sizes:
             starts.append((starts[-1] + size + 15) // 16 * 16)
@@ -34,12 +38,13 @@ class InputShape:
 
 @dataclass(frozen=True)
 class DeviceInputs:
-    """Views of one buffer: see InputShape.offsets."""
+    """Views of one buffer: see InputShape.offsets. lasts: where the last tokens of sequences that sample are."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     lengths: torch.Tensor
+    lasts: torch.Tensor
     seq_lens: torch.Tensor
     query_starts: torch.Tensor
     tables: torch.Tensor
@@ -49,11 +54,12 @@ class DeviceInputs:
         """Views of uint8 `buffer`, which holds at least shape.offsets()[-1] bytes."""
         at = shape.offsets()
         ids, positions, slots, lengths = (buffer[at[i] : at[i] + 8 * shape.tokens].view(torch.int64) for i in range(4))
-        seq_lens = buffer[at[4] : at[4] + 4 * shape.sequences].view(torch.int32)
-        starts = buffer[at[5] : at[5] + 4 * (shape.prefills + 1)].view(torch.int32)
-        tables = buffer[at[6] : at[6] + 4 * shape.sequences * shape.blocks].view(torch.int32)
+        lasts = buffer[at[4] : at[4] + 8 * shape.sequences].view(torch.int64)
+        seq_lens = buffer[at[5] : at[5] + 4 * shape.sequences].view(torch.int32)
+        starts = buffer[at[6] : at[6] + 4 * (shape.prefills + 1)].view(torch.int32)
+        tables = buffer[at[7] : at[7] + 4 * shape.sequences * shape.blocks].view(torch.int32)
         tables = tables.view(shape.sequences, shape.blocks)
-        return cls(ids, positions, slots, lengths, seq_lens, starts, tables)
+        return cls(ids, positions, slots, lengths, lasts, seq_lens, starts, tables)
 
 
 class InputStaging:
@@ -112,11 +118,13 @@ class InputStaging:
 
     def _fill(self, items: list[StepItem], into: DeviceInputs, unknown: dict[int, int]) -> None:
         ids, positions, slots, lengths = (x.numpy() for x in (into.ids, into.positions, into.slots, into.lengths))
-        seq_lens, starts, tables = (x.numpy() for x in (into.seq_lens, into.query_starts, into.tables))
-        for array in (ids, positions, lengths, seq_lens, starts, tables):
+        lasts, seq_lens = into.lasts.numpy(), into.seq_lens.numpy()
+        starts, tables = into.query_starts.numpy(), into.tables.numpy()
+        for array in (ids, positions, lengths, lasts, seq_lens, starts, tables):
             array.fill(0)
         slots.fill(-1)
-        size, at, prefills, first = self._block_size, 0, 0, 0
+        all_prefills = len(starts) == len(seq_lens) + 1
+        size, at, prefills, first, sampling = self._block_size, 0, 0, 0, 0
         for row, item in enumerate(items):
             count, table = item.end - item.start, self._table(item)
             places = slice(at, at + count)
@@ -126,16 +134,21 @@ class InputStaging:
             if count == 1:
                 ids[at], positions[at] = item.token_ids[item.start], item.start
                 slots[at] = int(table[item.start // size]) * size + item.start % size
-                first = at + 1
+                first = first if all_prefills else at + 1
             else:
                 where = np.arange(item.start, item.end)
                 ids[places], positions[places] = item.token_ids[item.start : item.end], where
                 slots[places] = table[where // size].astype(np.int64) * size + where % size
+            if count > 1 or all_prefills:
                 prefills += 1
                 starts[prefills] = at + count - first
             at += count
+            if item.rows:
+                lasts[sampling] = at - 1
+                sampling += 1
             if item.seq_id in unknown:
                 ids[at - 1] = -1 - unknown[item.seq_id]
+        starts[prefills + 1 :] = starts[prefills]  # sequences without tokens
 
     def _table(self, item: StepItem) -> np.ndarray:
         """The item's block table as int32."""

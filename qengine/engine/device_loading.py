@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from qengine.config import EngineConfig
-from qengine.engine.cuda_graphs import batch_sizes
+from qengine.engine.cuda_graphs import TOKENS, batch_sizes
+from qengine.engine.cuda_swap import STAGING_BYTES
 from qengine.engine.gpu_memory import GIB, MemoryLimit, context_bytes, enforce, is_small, memory_limit
 from qengine.engine.gpu_runner import GpuRunner
+from qengine.engine.key_axes import key_axes
 from qengine.engine.memory import CachePlan, fit_length
 from qengine.engine.sampler import SampleRow
 from qengine.engine.step import StepItem
@@ -78,7 +80,8 @@ def device_runner(
     stream = torch.cuda.Stream(device)
     step, graphs = _measure(model, config, layout, vocab_size, max_model_len, limit, stream)
     context = context_bytes(device)
-    cache = limit.nbytes - context - weights - step - graphs - MARGIN
+    margin = MARGIN + (STAGING_BYTES if config.cache.swap_space else 0)
+    cache = limit.nbytes - context - weights - step - graphs - margin
     per_block = KVPool.bytes_per_block(model.spec.num_layers, layout)
     per_sequence = -(-max_model_len // layout.block_size)
     most = per_sequence * config.scheduler.max_num_seqs
@@ -104,10 +107,12 @@ def device_runner(
             f"the KV cache of {plan.num_blocks} blocks cannot be allocated: {error}; another process may have taken "
             "memory since it was measured: start again, or lower gpu_memory_utilization"
         ) from error
+    if pool.axes is not None:
+        pool.axes.copy_(key_axes(model))
     runner = _runner(model, pool, config, plan.max_model_len, vocab_size, stream)
     if config.cache.gpu_memory_limit is not None:
         enforce(limit, device)
-    return runner, plan, MemoryUse(weights, step, graphs, context, MARGIN, plan.num_blocks * per_block)
+    return runner, plan, MemoryUse(weights, step, graphs, context, margin, plan.num_blocks * per_block)
 
 
 def _runner(
@@ -130,6 +135,7 @@ def _runner(
         pool,
         vocab_size,
         max_num_seqs=min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_model_len,
         graphs=not (config.device.enforce_eager or dynamic),
         stream=stream,
@@ -158,13 +164,13 @@ def _measure(
         # reserved, not allocated: what the allocator cannot use between its pieces is gone too
         before = torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        runner.run(_prompts(tokens, min(max_model_len, tokens), size), [])
+        for count in sorted({tokens, min(tokens, TOKENS[-1])}, reverse=True):
+            runner.run(_prompts(count, min(max_model_len, count), size), [])
         runner.run(_singles(rows), [])
         step = torch.cuda.max_memory_reserved(device) - before
-        runner.run(_singles(1), [])
-        # the first holds the pool that all share, the second shows what another one adds
         taken = runner.graph_bytes()
-        graphs = taken[0] + taken[-1] * (len(batch_sizes(rows)) - 1) if taken else 0
+        most = len(batch_sizes(rows)) + len(TOKENS)
+        graphs = sum(taken) + min(taken) * (most - len(taken)) if taken else 0
     except torch.cuda.OutOfMemoryError as error:
         raise CapacityError(
             f"a step of {tokens} tokens does not fit {limit} beside {model.memory_bytes() / GIB:.2f} GiB of weights: "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from qengine.engine.block_manager import Copy
-from qengine.engine.cuda_graphs import DecodeGraphs
+from qengine.engine.cuda_graphs import DecodeShapes, MixedShapes, StepGraphs
 from qengine.engine.cuda_swap import CudaSwapDevice
 from qengine.engine.device_inputs import DeviceInputs, InputShape, InputStaging
 from qengine.engine.gpu_memory import lift
@@ -44,7 +44,8 @@ class LaunchedStep:
 class GpuRunner(RunnerBase):
     """Runs a Decoder on a KVPool. vocab_size: ids from here on are padding and never sampled.
 
-    max_num_seqs, max_model_len: largest decode step and sequence. graphs: replay decode steps as CUDA graphs.
+    max_num_seqs, max_num_batched_tokens, max_model_len: of the largest step and sequence. graphs: replay decode steps,
+    and small steps with prompt chunks, as CUDA graphs.
     stream: where everything is enqueued, so that graphs and eager steps share their workspaces.
 
     `launch` puts a step on the stream and returns. A sequence whose last token the step before is still sampling gets
@@ -58,6 +59,7 @@ class GpuRunner(RunnerBase):
         vocab_size: int,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         graphs: bool,
         stream: torch.cuda.Stream,
@@ -71,11 +73,17 @@ class GpuRunner(RunnerBase):
         self._sampler = GpuSampler(max_num_seqs, vocab_size, model.device)
         self._sampled: list[SampleRow] = []
         blocks = -(-max_model_len // pool.layout.block_size)
-        self._graphs = (
-            DecodeGraphs(self._decode, max_rows=max_num_seqs, blocks=blocks, device=model.device, stream=stream)
-            if graphs
-            else None
-        )
+        self._decode_shapes = DecodeShapes(max_num_seqs, blocks)
+        self._mixed_shapes = MixedShapes(max_num_seqs, max_num_batched_tokens, blocks)
+        self._graphs: tuple[StepGraphs, StepGraphs] | None = None
+        if graphs:
+            memory = torch.cuda.graph_pool_handle()
+            both = ((self._decode, self._decode_shapes.largest), (self._mixed, self._mixed_shapes.largest))
+            decode, mixed = (
+                StepGraphs(forward, largest=largest, device=model.device, stream=stream, pool=memory)
+                for forward, largest in both
+            )
+            self._graphs = decode, mixed
 
     @property
     def overlaps(self) -> bool:
@@ -92,10 +100,9 @@ class GpuRunner(RunnerBase):
             ordered = [items[i] for i in order]
             if not items:
                 return LaunchedStep(None, [], [])
-            if self._graphs is not None and all(_is_plain_decode(item) for item in ordered):
-                inputs = self._graphs.shape(len(items))
-                self._staging.stage(ordered, inputs, self._unknown(ordered), self._graphs.buffer)
-                return LaunchedStep(self._draw(ordered, self._graphs.replay(len(items))), ordered, order)
+            logits = self._replay(ordered)
+            if logits is not None:
+                return LaunchedStep(self._draw(ordered, logits), ordered, order)
             hidden = self._eager(ordered)
             return LaunchedStep(self._draw_last(ordered, hidden), ordered, order, self._score(ordered, hidden))
 
@@ -117,7 +124,7 @@ class GpuRunner(RunnerBase):
 
     def graph_bytes(self) -> list[int]:
         """Bytes that each CUDA graph took, in the order of their capture."""
-        return [] if self._graphs is None else self._graphs.graph_bytes()
+        return [] if self._graphs is None else [size for graphs in self._graphs for size in graphs.graph_bytes()]
 
     def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
         return CudaSwapDevice(self._pool, num_cpu_blocks, self._stream)
@@ -135,6 +142,23 @@ class GpuRunner(RunnerBase):
         rows = {id(row): index for index, row in enumerate(self._sampled)}
         return {item.seq_id: rows[id(item.rows[0])] for item in waiting}
 
+    def _replay(self, items: list[StepItem]) -> torch.Tensor | None:
+        """Logits of a step by a graph, a row for each item that samples; None for a step that needs to run eagerly."""
+        if self._graphs is None or any(item.scored for item in items):
+            return None
+        decode, mixed = self._graphs
+        tokens = sum(item.end - item.start for item in items)
+        if tokens == len(items) and all(item.rows for item in items):
+            graphs, shape = decode, self._decode_shapes.of(tokens)
+        else:
+            longest = max(item.end for item in items)
+            found = self._mixed_shapes.of(tokens, len(items), longest)
+            if found is None:
+                return None
+            graphs, shape = mixed, found
+        self._staging.stage(items, shape, self._unknown(items), graphs.buffer)
+        return graphs.replay(shape)
+
     def _decode(self, inputs: DeviceInputs) -> torch.Tensor:
         """Logits [B, V] of B sequences with one new token each."""
         rows = inputs.seq_lens.shape[0]
@@ -142,6 +166,20 @@ class GpuRunner(RunnerBase):
             inputs.tables, inputs.seq_lens, inputs.slots, rows, max_seq_len=self._max_len, lengths=inputs.lengths
         )
         return self._logits(self._forward(inputs, batch))
+
+    def _mixed(self, inputs: DeviceInputs) -> torch.Tensor:
+        """Logits [S, V] of the tokens at `inputs.lasts`, all sequences taken for prefills."""
+        batch = DeviceBatch(
+            inputs.tables,
+            inputs.seq_lens,
+            inputs.slots,
+            0,
+            max_seq_len=self._max_len,
+            query_starts=inputs.query_starts,
+            max_query_len=inputs.ids.shape[0],
+            lengths=inputs.lengths,
+        )
+        return self._logits(self._forward(inputs, batch).index_select(0, inputs.lasts))
 
     def _eager(self, items: list[StepItem]) -> torch.Tensor:
         """Hidden states [T, H] of any step; single tokens first."""
@@ -209,10 +247,6 @@ class GpuRunner(RunnerBase):
                 result.setdefault(item.seq_id, []).extend(scores)
             offset += item.end - item.start
         return result
-
-
-def _is_plain_decode(item: StepItem) -> bool:
-    return item.end - item.start == 1 and not item.scored and bool(item.rows)
 
 
 def in_order(samples: Samples, items: list[StepItem], order: list[int]) -> Samples:

@@ -19,6 +19,7 @@ FEW = 512
 """Up to this top_k, finish_cut's list is long enough but for many equal logits."""
 HOTTEST = 1e30
 """Temperatures above this divide as it does: all logits are then equal, and -inf / T stays -inf."""
+_UNIFORM = column("UNIFORM")
 _NO_ENTRIES = np.zeros((0, ENTRY_VALUES))
 
 
@@ -29,6 +30,7 @@ class _Known:
     row: weakref.ref[SampleRow]
     numbers: np.ndarray
     drawn: bool
+    listed: bool
     key: tuple[object, ...] | None = None
     entries: np.ndarray = field(default_factory=lambda: _NO_ENTRIES)
 
@@ -42,7 +44,7 @@ class RowCache:
         self._vocab = vocab_size
         self._known: dict[int, _Known] = {}
 
-    def table(self, rows: list[SampleRow], sources: list[int], ahead: int) -> tuple[np.ndarray, np.ndarray]:
+    def table(self, rows: list[SampleRow], sources: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(float64 [R, 16], entries float64 [E, 3]).
 
         CHANGED and COUNTS are 0 where the row needs one and -1 elsewhere: who owns these tensors fills in the places.
@@ -54,9 +56,9 @@ class RowCache:
             known = self._numbers(row)
             table[i] = known.numbers
             if known.drawn:
-                table[i, column("UNIFORM")] = uniform(row.seed, row.index, row.num_output + ahead)
-            if row.has_rules:
-                own = self._entries(row, known, ahead)
+                table[i, _UNIFORM] = uniform(row.seed, row.index, row.num_output)
+            if known.listed:
+                own = self._entries(row, known)
                 table[i, column("FIRST")], table[i, column("ENTRIES")] = first, len(own)
                 table[i, column("BAD")] = int(((own[:, 2].astype(np.int64) & BAD_WORD.value) != 0).sum())
                 if len(own) or known.numbers[column("ALLOW")]:
@@ -85,7 +87,7 @@ class RowCache:
         if known is None or known.row() is not row:
             where, table = id(row), self._known
             gone = weakref.ref(row, lambda ref: table.pop(where) if _is(table.get(where), ref) else None)
-            known = self._known[where] = _Known(gone, self._fixed(row), not row.params.greedy)
+            known = self._known[where] = _Known(gone, self._fixed(row), not row.params.greedy, _lists_tokens(row))
         return known
 
     def _fixed(self, row: SampleRow) -> np.ndarray:
@@ -106,11 +108,11 @@ class RowCache:
         numbers[column("COUNTS")] = 0 if has_penalty(row) else -1
         return numbers
 
-    def _entries(self, row: SampleRow, known: _Known, ahead: int) -> np.ndarray:
+    def _entries(self, row: SampleRow, known: _Known) -> np.ndarray:
         """float64 [E, 3], one entry a token: token, bias, bits."""
         output = row.token_ids[row.num_prompt :] if row.bad_words else []
         bad = tuple(w[-1] for w in row.bad_words if len(w) == 1 or tuple(output[1 - len(w) :]) == w[:-1])
-        held = row.num_output + ahead < row.params.min_tokens
+        held = row.num_output < row.params.min_tokens
         key = (bad, held)
         if known.key != key:
             known.key, known.entries = key, self._merged(row, bad, row.banned_ids if held else ())
@@ -129,6 +131,12 @@ class RowCache:
         bias = row.params.logit_bias or {}
         merged = [(t, bias.get(t, 0.0), b) for t, b in bits.items() if t < self._vocab]
         return np.array(merged, dtype=np.float64) if merged else _NO_ENTRIES
+
+
+def _lists_tokens(row: SampleRow) -> bool:
+    """True if single tokens may be banned, allowed or biased."""
+    p = row.params
+    return bool(row.bad_words or row.banned_ids or p.logit_bias or p.allowed_token_ids is not None)
 
 
 def _is(known: _Known | None, ref: weakref.ref[SampleRow]) -> bool:

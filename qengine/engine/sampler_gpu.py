@@ -105,25 +105,23 @@ class GpuSampler:
         """int64 [max_rows], where `run` leaves the tokens of a step's rows; always the same memory."""
         return self._out[: self.max_rows]
 
-    def prepare(
-        self, rows: list[SampleRow], sources: list[int] | None = None, *, ahead: int = 0, padded: int = 0
-    ) -> Batch:
+    def prepare(self, rows: list[SampleRow], sources: list[int] | None = None, *, padded: int = 0) -> Batch:
         """Put a step's parameters on the device: one copy, on the current stream.
 
-        sources: row of the logits for each row; None is 0, 1, 2, ... ahead: tokens sampled for each row that its
-        token_ids do not hold yet. padded: rows of the batch, those after `rows` being skipped (their tokens stay as
-        they are), for a CUDA graph of that size.
+        sources: row of the logits for each row; None is 0, 1, 2, ... A row's token_ids may end with ids below 0, which
+        stand for tokens that steps before are still sampling. padded: rows of the batch, those after `rows` being
+        skipped (their tokens stay as they are), for a CUDA graph of that size.
 
-        Raises ValueError for more rows than max_rows, or for bad_words with ahead, which need the tokens themselves.
+        Raises ValueError for more rows than max_rows, or for bad_words after a token not known yet.
         """
         count = max(len(rows), padded)
         if count > self.max_rows:
             raise ValueError(f"sampler: {count} rows are more than max_rows={self.max_rows}")
-        if ahead and any(row.bad_words for row in rows):
+        if any(row.bad_words and row.token_ids[-1] < 0 for row in rows):
             raise ValueError("sampler: bad_words look at the tokens so far; wait for them before the next step")
         sources = list(range(len(rows))) if sources is None else sources
-        table, entries = self._cache.table(rows, sources, ahead)
-        ruled = self._place_rules(table, rows, ahead)
+        table, entries = self._cache.table(rows, sources)
+        ruled = self._place_rules(table, rows)
         lined = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         long = [i for i in lined if not 0 <= (rows[i].params.logprobs or 0) <= MOST_TOP]
         lined = [i for i in lined if i not in long]
@@ -189,13 +187,13 @@ class GpuSampler:
         lists = token_logprobs(logits, lines, tokens, self.vocab_size, most).cpu()
         return _read_lines(lists, token_ids, [min(count, most) for count in counts])
 
-    def _place_rules(self, table: np.ndarray, rows: list[SampleRow], ahead: int) -> list[int]:
+    def _place_rules(self, table: np.ndarray, rows: list[SampleRow]) -> list[int]:
         """Give rows that bans or biases change a row of the changed logits, and rows with penalties their counts."""
         changed, counts = self._cache.columns
         ruled = np.nonzero(table[:, changed] >= 0)[0].tolist()
         table[ruled, changed] = range(len(ruled))
         for i in np.nonzero(table[:, counts] >= 0)[0].tolist():
-            table[i, counts] = self.counts.place(rows[i], ahead)
+            table[i, counts] = self.counts.place(rows[i])
         return ruled
 
     def _upload(

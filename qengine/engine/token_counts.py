@@ -35,18 +35,18 @@ class TokenCounts:
         self._places: dict[int, _Place] = {}
         self._free: list[int] = []
 
-    def place(self, row: SampleRow, ahead: int = 0) -> int:
+    def place(self, row: SampleRow) -> int:
         """The table's row for a sequence that is about to sample one token, made or brought up to date.
 
-        ahead: tokens that the device has sampled and counted but row.token_ids does not hold yet.
+        Raises ValueError where a sequence must be counted anew while a token of it is not known yet (an id below 0).
         """
-        length = len(row.token_ids) + ahead
+        length = len(row.token_ids)
         known = self._places.get(id(row))
         if known is None or known.row() is not row:
             known = self._take(row)
         if known.length != length:
-            if ahead:
-                raise ValueError("sampler: a sequence with penalties must be counted from all of its tokens")
+            if row.token_ids and row.token_ids[-1] < 0:
+                raise ValueError("sampler: a sequence with penalties must be counted from tokens that are known")
             self._count(known.place, row)
         # the token that is sampled now counts at once; should this step fail, the length no longer fits
         known.length = length + 1

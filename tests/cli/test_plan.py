@@ -131,6 +131,14 @@ def test_predictions_that_cannot_be_made_say_why(monkeypatch):
     assert found["fits"]
 
 
+def test_the_plan_is_near_what_an_h200_measured():
+    """`qengine bench --shape llama-2-7b --memory-gib 14.6` there: 20,240 tokens, 3.33 GiB of weights."""
+    arguments = ("--shape", "llama-2-7b", "--gpu", "h200", "--memory", 14.6, "--max-model-len", 2048)
+    found = as_json(*arguments, "--kv-cache-dtype", "float16")
+    assert found["cache"]["float16"]["tokens"] == pytest.approx(20240, rel=0.02)
+    assert found["gpu_gib"]["layers"] + found["gpu_gib"]["head"] == pytest.approx(3.3305, abs=0.001)
+
+
 def test_defaults_follow_the_memory():
     small = as_json("--shape", "qwen2.5-7b", "--gpu", "t4")
     large = as_json("--shape", "qwen2.5-7b", "--gpu", "h200")

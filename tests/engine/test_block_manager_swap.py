@@ -5,6 +5,7 @@ import math
 import pytest
 
 from qengine.engine.block_manager import BlockManager, block_hash, root_hash
+from qengine.engine.cpu_tier import CpuTier
 from qengine.engine.swap_policy import SwapPolicy
 
 
@@ -80,19 +81,14 @@ def test_least_recently_used_cpu_block_is_dropped():
     assert blocks.begin(9, [0, 1, 0]) == 0
 
 
-def test_content_that_is_evicted_again_counts_as_used():
-    blocks = manager(2, 2)
-    for tokens in ([10, 11, 0], [20, 21, 0], [30, 31, 0]):
-        run(blocks, 1, tokens)
-        blocks.free(1)
-        check(blocks)
-    # In CPU memory are 10 and then 20. 10 comes back and goes again: now 20 is the older one.
-    for tokens in ([10, 11, 0], [40, 41, 0], [50, 51, 0]):
-        run(blocks, 1, tokens)
-        blocks.free(1)
-        check(blocks)
-        blocks.check_integrity()
-    assert blocks.begin(1, [20, 21, 0]) == 0
+def test_content_that_is_saved_again_counts_as_used():
+    tier = CpuTier(2, keeps_cached=True)
+    for block, name in enumerate((b"a", b"b", b"a", b"c")):
+        tier.save(block, name)
+    assert tier.find(b"a") is not None
+    assert tier.find(b"c") is not None
+    assert tier.find(b"b") is None
+    assert sorted(tier.take_orders().out) == [(0, 0), (3, 1)], "what is there is not copied, what was dropped neither"
 
 
 def test_without_room_or_where_copies_do_not_pay_nothing_is_copied():

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from qengine.engine.cuda_graphs import batch_sizes
+from qengine.engine.cuda_graphs import MixedShapes, batch_sizes
 from qengine.engine.device_inputs import DeviceInputs, InputShape, InputStaging
 from qengine.engine.gpu_runner import in_order
 from qengine.engine.sampler import SampleRow, Samples
@@ -72,6 +72,37 @@ def test_tables_follow_the_engines_through_growth_copies_and_replacement():
         ids.append(step)
     staging.forget({5})
     assert not staging._tables
+
+
+def test_a_mixed_graphs_sequences_are_all_prefills():
+    shapes = MixedShapes(max_rows=100, max_tokens=2048, blocks=4)
+    items = [
+        item(0, [7, 8], 1, 2, [3], rows=1),
+        item(1, list(range(50)), 0, 30, [1, 2]),
+        item(2, [5] * 40, 0, 40, [9, 8, 7], 1),
+    ]
+    shape = shapes.of(71, 3, 50)
+    assert (shape.tokens, shape.sequences, shape.prefills) == (128, 8, 8)
+    views = fill(InputStaging(torch.device("cpu"), SIZE), items, shape)
+    assert views.query_starts.tolist() == [0, 1, 31, *[71] * 6]
+    assert views.seq_lens.tolist() == [2, 30, 40, *[0] * 5]
+    assert views.lasts.tolist()[:2] == [0, 70], "rows of the logits are for the sequences that sample, in order"
+    assert views.slots.tolist()[71:] == [-1] * 57
+    assert views.slots.tolist()[0] == 3 * SIZE + 1
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(2048, 256), (1024, 16), (100, 4), (7, 7)])
+def test_mixed_shapes_hold_their_steps(tokens, rows):
+    shapes = MixedShapes(rows, tokens, 4)
+    largest = shapes.largest.offsets()[-1]
+    for count in range(1, min(tokens, 1024) + 1):
+        for sequences in {1, min(rows, count)}:
+            shape = shapes.of(count, sequences, 100)
+            assert shape.tokens >= count
+            assert shape.sequences >= sequences
+            assert shape.offsets()[-1] <= largest
+    assert shapes.of(min(tokens, 1024) + 1, 1, 100) is None
+    assert shapes.of(1, 1, MixedShapes.longest + 1) is None
 
 
 def test_unknown_tokens_are_taken_from_the_step_before():

@@ -25,8 +25,8 @@ def logits_for(kind, count, seed=0, width=VOCAB):
     return torch.stack([cases.logits_of(kind, width, generator) for _ in range(count)])
 
 
-def tables(*rows, ahead=0):
-    return RowCache(VOCAB).table(list(rows), list(range(len(rows))), ahead)
+def tables(*rows):
+    return RowCache(VOCAB).table(list(rows), list(range(len(rows))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +114,8 @@ def test_a_padded_batch_skips_the_rows_behind():
 def test_the_number_drawn_with_is_the_positions():
     one = row({}, seed=11, position=4, index=2)
     table, _ = tables(one)
-    ahead, _ = tables(one, ahead=3)
+    one.token_ids += [8, -1, -1]  # the last two are being sampled
+    ahead, _ = tables(one)
     assert table[0, column("UNIFORM")] == sampler.uniform(11, 2, 4)
     assert ahead[0, column("UNIFORM")] == sampler.uniform(11, 2, 7)
 
@@ -138,7 +139,7 @@ def test_entries_are_merged_to_one_a_token():
 def test_a_rows_numbers_are_forgotten_with_it():
     cache = RowCache(VOCAB)
     rows = [row({}, seed=i) for i in range(5)]
-    cache.table(rows, [0] * 5, 0)
+    cache.table(rows, [0] * 5)
     assert len(cache._known) == 5
     del rows
     gc.collect()
@@ -189,16 +190,21 @@ def test_counts_of_finished_sequences_are_used_again():
         counted(counts, one, counts._places[id(one)].place)
 
 
-def test_steps_in_flight_count_tokens_that_the_list_does_not_hold():
+def test_tokens_not_known_yet_are_counted_by_the_device_alone():
     counts = TokenCounts(VOCAB, CPU)
     one = row({})
     place = counts.place(one)
-    assert counts.place(one, ahead=1) == place
-    assert counts.place(one, ahead=2) == place
-    one.token_ids += [1, 2]
-    assert counts.place(one, ahead=1) == place
-    with pytest.raises(ValueError, match="counted from all of its tokens"):
-        counts.place(row({}, seed=3), ahead=1)
+    for _ in range(2):  # two steps are put together before the first one's token is known
+        one.token_ids.append(-1)
+        assert counts.place(one) == place
+    one.token_ids[-2:] = [1, 2]
+    one.token_ids.append(-1)
+    assert counts.place(one) == place
+    counts.forget(one)
+    with pytest.raises(ValueError, match="tokens that are known"):
+        counts.place(one)
+    with pytest.raises(ValueError, match="tokens that are known"):
+        counts.place(SampleRow(SamplingParams(), [1, -1], 1, 3))
 
 
 def test_penalties_over_steps_are_those_of_the_list():
@@ -227,7 +233,7 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="max_rows=2"):
         gpu.prepare([row({})] * 3)
     with pytest.raises(ValueError, match="bad_words"):
-        gpu.prepare([row({}, bad_words=((1,),))], ahead=1)
+        gpu.prepare([SampleRow(SamplingParams(), [1, -1], 1, 3, bad_words=((1,),))])
     work, none = Workspace(2, VOCAB, "cpu"), torch.zeros(0, 3, dtype=torch.float64)
     inputs = Inputs(torch.zeros(2, 16, dtype=torch.float64), none[:, 0], none[:, :2], none)
     out = torch.zeros(2, 2, dtype=torch.int64)

@@ -177,9 +177,9 @@ def check(examples, steps):
 
 
 def test_random_histories():
-    check(examples=100, steps=25)
+    check(examples=400, steps=25)
 
 
 @pytest.mark.slow
 def test_many_random_histories():
-    check(examples=6000, steps=50)
+    check(examples=8000, steps=50)

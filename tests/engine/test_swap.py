@@ -182,8 +182,8 @@ def test_out_comes_before_in():
 
 def test_rates_are_of_bytes_moved():
     rates = SwapSpace(TensorSwapDevice([torch.zeros(64, 1 << 14)], 32)).measure()
-    assert 1e7 < rates.out < 1e13
-    assert 1e7 < rates.in_ < 1e13
+    assert 1e5 < rates.out < 1e13
+    assert 1e5 < rates.in_ < 1e13
 
 
 def config(**values):
@@ -204,33 +204,31 @@ def test_cpu_tier_has_the_blocks_that_swap_space_holds():
 
 
 class OneStep:
-    """Computes a token in 50 microseconds, the first time in twenty times as long."""
+    """Computes a token in 50 microseconds of its own clock, the first time in twenty times as long."""
 
-    def __init__(self):
-        self.items = []
+    def __init__(self, monkeypatch):
+        self.items, self.now = [], 0.0
+        monkeypatch.setattr("qengine.engine.swap_setup.time.perf_counter", lambda: self.now)
 
     def run(self, items, copies):
-        import time
-
         self.items += items
-        time.sleep(5e-5 * (items[0].end - items[0].start) * (20 if len(self.items) == 1 else 1))
+        self.now += 5e-5 * (items[0].end - items[0].start) * (20 if len(self.items) == 1 else 1)
         return StepResult(Samples([], []))
 
 
-def test_prefill_rate_leaves_the_first_step_out_and_uses_whole_blocks():
-    runner = OneStep()
-    rate = prefill_rate(runner, 50, block_size=16)
-    assert 2000 < rate < 20_000
+def test_prefill_rate_leaves_the_first_step_out_and_uses_whole_blocks(monkeypatch):
+    runner = OneStep(monkeypatch)
+    assert prefill_rate(runner, 50, block_size=16) == pytest.approx(20_000)
     item = runner.items[0]
     assert (item.start, item.end, len(item.token_ids), item.block_table) == (0, 50, 51, [0, 1, 2, 3])
     assert list(item.scored) == [49]
 
 
-def test_policy_is_measured_unless_swapping_is_always_wanted():
-    space, runner = SwapSpace(TensorSwapDevice([torch.zeros(64, 1 << 10)], 32)), OneStep()
+def test_policy_is_measured_unless_swapping_is_always_wanted(monkeypatch):
+    space, runner = SwapSpace(TensorSwapDevice([torch.zeros(64, 1 << 10)], 32)), OneStep(monkeypatch)
     made = swap_policy(space, config(swap_threshold=1.5), runner, 40, overlaps=False)
     assert (made.block_bytes, made.block_size, made.threshold, made.late_seconds) == (4096, 16, 1.5, math.inf)
-    assert 2000 < made.prefill_rate < 20_000
+    assert made.prefill_rate == pytest.approx(20_000)
     runner.items.clear()
     assert swap_policy(space, config(swap_threshold=0), runner, 40, overlaps=True).late_seconds == 1e-3
     assert not runner.items

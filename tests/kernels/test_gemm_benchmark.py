@@ -116,6 +116,25 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(load, monkeypatch, c
         gemm.versions_of(["marlin"])
 
 
+def test_every_peer_is_timed_in_ascending_batches_and_checks_come_last(load, monkeypatch):
+    gemm = load("gemm")
+    order = []
+    weight = type("Weight", (), {"nbytes": lambda self: 64 << 20})
+    monkeypatch.setattr(gemm, "random_weight", lambda n, k, bits, group: weight())
+    monkeypatch.setattr(gemm, "ours", lambda m, weights: ("qengine", m, len(weights)))
+    monkeypatch.setattr(gemm, "cublas", lambda n, k: lambda m: ("cublas", m, n))
+    monkeypatch.setitem(gemm.PEERS, "tinygemm", lambda n, k: lambda m: ("tinygemm", m, n))
+    monkeypatch.setattr(gemm, "time_graph", lambda calls, replays: order.append(calls) or 1.5)
+    monkeypatch.setattr(gemm, "check", lambda n, k: order.append(("check", n, k)) or 1e-4)
+    found = gemm.measure(["tinygemm"], (1, 256, 2048))
+    assert len(found) == 3 * 8
+    assert all(row["error"] == 1e-4 and row["qengine"] == row["cublas_fp16"] == 1.5 for row in found)
+    assert [row["m"] for row in found if "tinygemm" not in row] == [2048] * 8
+    timed = [call for call in order[gemm.WARM_UP :] if call[0] == "qengine"][:12]
+    assert [(m, sets) for _, m, sets in timed] == [(1, 4)] * 4 + [(256, 4)] * 4 + [(2048, 3)] * 4
+    assert [call[0] for call in order[-8:]] == ["check"] * 8
+
+
 def test_reporting_again_needs_no_gpu(tmp_path, load):
     report = load("gemm_report")
     (tmp_path / "gemm.json").write_text(json.dumps(result(report, qengine=11.0, cublas_fp16=20.0)))

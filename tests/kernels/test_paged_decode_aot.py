@@ -9,7 +9,6 @@ from qengine.kernels.paged_attn.decode_launch import DecodeLaunch, DecodeShape, 
 
 QUICK = [
     (75, DecodeShape("float16", 128, 4, 16)),
-    (75, DecodeShape("int8", 64, 1, 16)),
     (75, DecodeShape("int4", 256, 7, 32)),
     (90, DecodeShape("int4", 128, 7, 16)),
 ]

@@ -42,11 +42,11 @@ MORE = [
 ]
 LAUNCHES = [
     ("float16", DecodeLaunch(1, 16, 0, 1, 1)),
-    ("float16", DecodeLaunch(4, 32, 2, 2, 1)),
+    ("float16", DecodeLaunch(4, 32, 2, 2, 1, skip=True)),
     ("float16", DecodeLaunch(8, 16, 1, 1, 2)),
     ("int8", DecodeLaunch(2, 32, 3, 3, 1)),
     ("int4", DecodeLaunch(1, 16, 0, 1, 1)),
-    ("int4", DecodeLaunch(4, 64, 3, 3, 3)),
+    ("int4", DecodeLaunch(4, 64, 3, 3, 3, skip=True)),
 ]
 
 
@@ -76,7 +76,7 @@ def test_every_launch_writes_all_rows_and_no_others(kind: str, launch: DecodeLau
     step = decode_cases.make(case, "cuda")
     wide = torch.full((len(case.lens), 15, 128), float("nan"), dtype=case.dtype, device="cuda")
     out = wide[:, :14]
-    for splits in (None, 1, 5, 40):
+    for splits in (None, 1, 5, 40, 131):
         out.fill_(float("nan"))
         run(
             step.q, step.cache, step.tables, step.lens, out, launch, max_seq_len=2100, num_splits=splits,

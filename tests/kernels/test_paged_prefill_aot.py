@@ -58,7 +58,7 @@ def test_ampere_code_has_no_stack_and_copies_asynchronously(size: int, kind: str
     assert launch.stages == 1 or code.main_loop().of("LDGSTS") > 0
 
 
-@pytest.mark.parametrize(("size", "options"), [(128, False), (256, True)])
+@pytest.mark.parametrize(("size", "options"), [(128, False), pytest.param(256, True, marks=pytest.mark.slow)])
 def test_hopper_roles_use_wgmma_and_the_copy_engine(size: int, options: bool) -> None:
     launch = pick_prefill(90, size, "float16", 7, 2048)
     assert launch.hopper

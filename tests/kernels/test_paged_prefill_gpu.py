@@ -90,7 +90,6 @@ HOPPER = [
     (PrefillLaunch(bn=64, stages=2, pack=7, hopper=True), 256, 100, 64),
     (PrefillLaunch(bn=64, stages=2, pack=7, hopper=True), 80, None, 64),
 ]
-HOPPER += [(dataclasses.replace(h[0], persistent=True), *h[1:]) for h in HOPPER[:4]]
 
 
 @pytest.mark.skipif(SM != 90, reason="the kernel of compute capability 9.0")

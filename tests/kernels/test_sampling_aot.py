@@ -20,4 +20,4 @@ def test_turing_code_has_no_stack_and_fits(variant: Variant) -> None:
 
 
 def test_every_kernel_has_a_form_with_rules_where_it_reads_logits() -> None:
-    assert len({v.name.split(",")[0] for v in variants()}) == len(PLAIN) == 15
+    assert len({v.name.split(",")[0] for v in variants()}) == len(PLAIN) == 16

@@ -69,8 +69,8 @@ def test_the_tolerance_sees_one_step_in_one_matrix(monkeypatch):
 
     original = WeightSource.linear
 
-    def shifted(self, name):
-        weight = original(self, name)
+    def shifted(self, name, device=None):
+        weight = original(self, name, device)
         if name == "model.layers.1.mlp.down_proj":
             assert isinstance(weight, QuantizedWeight)
             weight.zeros = weight.zeros + 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 import torch
+import triton
+import triton.language as tl
 from packed_cases import TOLERANCE, Case, error, make
 
 from qengine.kernels.launch import Launch
@@ -12,6 +14,7 @@ from qengine.kernels.w4a16 import dequantize_ref
 from qengine.kernels.w4a16.dequant import dequantize_rows
 from qengine.kernels.w4a16.gemm import w4a16_gemm
 from qengine.kernels.w4a16.layout import W4A16Weight
+from qengine.kernels.w4a16.parts import share_sums
 
 BF16 = torch.bfloat16
 CASES = [
@@ -75,6 +78,30 @@ def unpacked(weight: W4A16Weight) -> bool:
     return torch.equal(out[:, : weight.k], dequantize_ref(weight, torch.float16))
 
 
+@triton.jit
+def share(parts, locks, y, bias, M, N, sy, splits, tiles_m, BM: tl.constexpr, BN: tl.constexpr):
+    """What a program of a tile in parts does once all parts are there."""
+    tile = tl.program_id(0) // splits
+    on = tile // tiles_m * BN + tl.arange(0, BN)
+    ps = tl.program_id(0) % splits
+    mine = parts + tile * splits * (BN * BM)
+    share_sums(mine, locks + tile, splits, ps, y, sy, 2.0, bias + on, on, tile % tiles_m, M, N, BM, BN, True)
+
+
+def shared(splits: int, m: int = 100, n: int = 56, bm: int = 64, bn: int = 32) -> bool:
+    """Whether programs that share a tile's sum write all of y, once, and clear the locks."""
+    tiles_m, tiles_n = -(-m // bm), -(-n // bn)
+    exact = torch.randn(tiles_m * tiles_n, splits, bn, bm)
+    # the order of to_flat: rows (n, h, g), columns (j, t, e) -> (j, n, g, t, h, e)
+    order = exact.view(-1, splits, bn // 16, 2, 8, bm // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7)
+    parts, locks = order.contiguous(), torch.full((tiles_m * tiles_n,), splits, dtype=torch.int32)
+    y, bias = torch.full((m, n + 8), float("nan")), torch.randn(n)
+    share[(tiles_m * tiles_n * splits,)](parts, locks, y, bias, m, n, y.stride(0), splits, tiles_m, BM=bm, BN=bn)
+    whole = exact.sum(1).view(tiles_n, tiles_m, bn, bm).permute(1, 3, 0, 2).reshape(tiles_m * bm, tiles_n * bn)
+    expected = 2 * whole[:m, :n] + bias
+    return torch.allclose(y[:, :n], expected, atol=1e-4) and bool(y[:, n:].isnan().all()) and not locks.any()
+
+
 def main() -> int:
     """Run all cases; the number of failures is the exit status."""
     failed = 0
@@ -88,7 +115,11 @@ def main() -> int:
         if not unpacked(make(case)[1]):
             failed += 1
             print(f"FAILED dequantize {case}")
-    print(f"{len(CASES) + 3 - failed} cases passed")
+    for splits in (2, 3, 9):
+        if not shared(splits):
+            failed += 1
+            print(f"FAILED share_sums of {splits} parts")
+    print(f"{len(CASES) + 6 - failed} cases passed")
     return failed
 
 

@@ -10,8 +10,12 @@ from qengine.engine import sampler
 from qengine.engine.logit_rules import apply_rules
 from qengine.engine.sampler import SampleRow
 from qengine.engine.sampler_gpu import GpuSampler
+from qengine.kernels.fused.sampling_ref import kept_ref
 from qengine.sampling_params import SamplingParams
 
+EXACT = 3e-6
+ROUGH = 1e-4
+"""The CPU sampler's sums over a sorted row are float32's."""
 OPTIONS: dict[str, dict] = {
     "greedy": {"temperature": 0},
     "temperature": {"temperature": 0.7},
@@ -87,46 +91,60 @@ def kept(scores: torch.Tensor, row: SampleRow) -> torch.Tensor:
     return s > -math.inf
 
 
+def exactly_kept(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """bool [V]: the tokens kept, with sums in float64."""
+    top_k = params.top_k if 0 < params.top_k < scores.numel() else 0
+    log_min_p = float(torch.tensor(params.min_p, dtype=torch.float32).log())
+    return kept_ref(scores, params.temperature, top_k, params.top_p if params.top_p < 1 else 2.0, log_min_p)
+
+
 def complaint(logits: torch.Tensor, one: SampleRow, vocab: int, token: int, cut: float | None) -> str | None:
     """What is wrong with the token, and the cut, that a device sampler chose, or None.
 
-    The kept tokens must be the CPU sampler's, but where top_p falls within 3e-6 of the mass at a token's edge; the
-    token the CPU sampler's, but where the uniform number falls within 3e-6 of its edge.
+    The kept tokens must be those of float64 sums, but where top_p falls within EXACT of the mass at a token's edge, and
+    the CPU sampler's within ROUGH; the token the CPU sampler's, but where the uniform number falls within EXACT of its
+    edge.
     """
     scores = apply_rules(logits[None, :vocab].float(), [one])[0]
     if one.params.greedy:
         want = int((scores == scores.max()).nonzero()[0])
         return None if token == want else f"greedy token {token}, not {want}"
     s = scaled(scores, one.params)
-    keep = kept(scores, one)
+    keep = exactly_kept(scores, one.params)
+    if not _at_edge(s, one.params, keep, kept(scores, one), ROUGH):
+        return f"the CPU sampler keeps {int(kept(scores, one).sum())} tokens, not {int(keep.sum())}"
     if cut is not None:
         mine = (scores >= cut) & (s > -math.inf)
-        if not torch.equal(mine, keep):
-            if not _at_edge(s, one.params, mine, keep):
-                return f"kept {int(mine.sum())} tokens, not {int(keep.sum())}"
-            keep = mine
+        if not _at_edge(s, one.params, mine, keep, EXACT):
+            return f"kept {int(mine.sum())} tokens, not {int(keep.sum())}"
+        keep = mine
     if not bool(keep[token]):
         return f"token {token} is not among the {int(keep.sum())} kept"
     mass = s.double().exp().masked_fill(~keep, 0)
     cumulative = mass.cumsum(0) / mass.sum()
     number = sampler.uniform(one.seed, one.index, one.num_output)
     low = float(cumulative[token] - mass[token] / mass.sum())
-    if not low - 3e-6 <= number <= float(cumulative[token]) + 3e-6:
+    if not low - EXACT <= number <= float(cumulative[token]) + EXACT:
         return f"token {token} has {low}..{float(cumulative[token])}, the number is {number}"
     return None
 
 
-def _at_edge(s: torch.Tensor, params: SamplingParams, mine: torch.Tensor, keep: torch.Tensor) -> bool:
-    """True if the smaller set as good as reaches top_p, and the larger would not without its least likely tokens."""
+def _at_edge(s: torch.Tensor, params: SamplingParams, mine: torch.Tensor, keep: torch.Tensor, close: float) -> bool:
+    """True if two sets are equal, or the smaller as good as reaches top_p and the larger would not without its least
+    likely tokens."""
+    if torch.equal(mine, keep):
+        return True
     if params.top_p >= 1:
         return False
     small, large = (mine, keep) if mine.sum() < keep.sum() else (keep, mine)
+    if not small.any():
+        return False
     ranked = s.sort(descending=True).values
     ranked = ranked[: params.top_k] if 0 < params.top_k < len(ranked) else ranked
     mass = ranked.double().exp()
     reached = float(mass[ranked >= s[small].min()].sum() / mass.sum())
     without = float(mass[ranked > s[large].min()].sum() / mass.sum())
-    return bool(large[small].all()) and reached > params.top_p - 3e-6 and without < params.top_p + 3e-6
+    return bool(large[small].all()) and reached > params.top_p - close and without < params.top_p + close
 
 
 def complaints(gpu: GpuSampler, logits: torch.Tensor, rows: list[SampleRow]) -> list[str]:

@@ -39,6 +39,16 @@ def every_kind() -> list[str]:
     return found
 
 
+def ties() -> list[str]:
+    """Equal logits, more than a list holds: pivots between them round to themselves and their neighbours."""
+    vocab = 150
+    options = [{"top_p": 0}, {"top_p": 0.6}, {"top_k": 20, "min_p": 0.02}, {"top_k": 1}, {"min_p": 1.0}]
+    rows = [row(o, seed=i) for i, o in enumerate(options)]
+    values = torch.tensor([0.3, -1.9, 1234.56, -0.07, 0.0])[:, None]
+    logits = values.expand(-1, vocab).contiguous()
+    return [f"equal logits: {c}" for c in cases.complaints(GpuSampler(5, vocab, "cpu", shape=SMALL), logits, rows)]
+
+
 def distribution(name: str, count: int = 24) -> list[str]:
     """Draws with evenly spaced numbers: each token comes as often as its probability says, within one."""
     vocab = 40
@@ -113,7 +123,9 @@ def unusable() -> list[str]:
 def main() -> int:
     """Run all; the number of failures is the exit status."""
     assert sampler.uniform is row_parameters.uniform, "the numbers must be the CPU sampler's"
-    found = every_kind() + [c for name in DRAWN for c in distribution(name)] + rules() + logprobs() + unusable()
+    found = (
+        every_kind() + ties() + [c for name in DRAWN for c in distribution(name)] + rules() + logprobs() + unusable()
+    )
     print("\n".join(f"FAILED {c}" for c in found))
     print(f"{len(found)} failures in the interpreter")
     return len(found)
