@@ -98,7 +98,8 @@ def test_batch_of_one_and_of_twenty_agree(results):
         assert result.outputs[0].token_ids == together[i].outputs[0].token_ids, result.prompt
 
 
-def test_text_is_the_decoded_tokens(results):
+def test_text_is_the_decoded_tokens(kind, results):
     together, _, texts = results
     assert [r.outputs[0].text for r in together] == [t.rstrip("\ufffd") for t in texts]
-    assert not any("\ufffd" in r.outputs[0].text for r in together)
+    # A quantized copy may put bytes together that are no character; the original does not.
+    assert kind != "original" or not any("\ufffd" in r.outputs[0].text for r in together)
