@@ -12,6 +12,9 @@ from qengine.engine.step import StepItem
 BUFFERS = 3
 """Pinned buffers in turn, so that one can be filled while another's copy is under way."""
 
+SPARE_TABLES = 64
+"""Block tables of other sequences than a step's, beside as many as the step has, that are kept for their return."""
+
 
 @dataclass(frozen=True)
 class InputShape:
@@ -67,7 +70,7 @@ class InputStaging:
 
     tables hold the block ids of each sequence as numpy arrays from step to step, since a table grows by a block every
     block_size tokens: entries before the first new token's block are taken as they were while the engine hands in the
-    same list.
+    same list. Those of sequences that are no longer seen are dropped once they are as many as the others.
     """
 
     def __init__(self, device: torch.device, block_size: int) -> None:
@@ -101,11 +104,6 @@ class InputStaging:
         self._turn = (self._turn + 1) % BUFFERS
         return DeviceInputs.over(target, shape)
 
-    def forget(self, seq_ids: set[int]) -> None:
-        """Drop the tables of all sequences but these."""
-        for seq_id in self._tables.keys() - seq_ids:
-            del self._tables[seq_id]
-
     def _host(self, size: int) -> torch.Tensor:
         """The next pinned buffer, once the copy that last read it is over."""
         event, buffer = self._copied[self._turn], self._pinned[self._turn]
@@ -124,6 +122,10 @@ class InputStaging:
             array.fill(0)
         slots.fill(-1)
         all_prefills = len(starts) == len(seq_lens) + 1
+        if len(self._tables) > 2 * len(items) + SPARE_TABLES:
+            # one that comes back later, as after a preemption, is made anew
+            current = {item.seq_id for item in items}
+            self._tables = {seq_id: table for seq_id, table in self._tables.items() if seq_id in current}
         size, at, prefills, first, sampling = self._block_size, 0, 0, 0, 0
         for row, item in enumerate(items):
             count, table = item.end - item.start, self._table(item)

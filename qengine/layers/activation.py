@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from qengine.errors import UnsupportedError
-from qengine.kernels.fused.ref import ACTIVATIONS
+from qengine.kernels.fused.ref import ACTIVATIONS, act_and_mul
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class GatedActivation:
             from qengine.kernels.fused import ops
 
             return ops.act_and_mul((gate, up), self.name)
-        return ACTIVATIONS[self.name](gate) * up
+        return act_and_mul(gate, up, self.name)
 
 
 def gated_activation(name: str) -> GatedActivation:

@@ -21,8 +21,7 @@ class RMSNorm:
             from qengine.kernels.fused import ops
 
             return ops.rms_norm(x, self.weight, self.eps, self.out_dtype)
-        y = rms_norm(cast(x, self.weight.dtype), self.weight, self.eps)
-        return cast(y, self.out_dtype)
+        return rms_norm(x, self.weight, self.eps, self.out_dtype)
 
     def nbytes(self) -> int:
         """Bytes of the weights."""
@@ -44,8 +43,7 @@ class LayerNorm:
             from qengine.kernels.fused import ops
 
             return ops.layer_norm(x, self.weight, self.bias, self.eps, self.out_dtype)
-        y = layer_norm(cast(x, self.weight.dtype), self.weight, self.bias, self.eps)
-        return cast(y, self.out_dtype)
+        return layer_norm(x, self.weight, self.bias, self.eps, self.out_dtype)
 
     def nbytes(self) -> int:
         """Bytes of the weights."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from qengine.kernels.fused.ref import rotary_angles
 from qengine.layers.rope_frequencies import Frequencies, rope_frequencies
 
 
@@ -61,12 +62,7 @@ class Rope:
         self._frequencies: Frequencies = rope_frequencies(spec.kind, spec.theta, spec.rotary_dim, spec.params)
         self._short = self._frequencies.base.to(device)
         self._long = None if self._frequencies.long is None else self._frequencies.long.to(device)
-        if spec.interleaved:
-            sign = torch.tensor([-1.0, 1.0]).repeat(spec.rotary_dim // 2)
-        else:
-            sign = torch.tensor([-1.0, 1.0]).repeat_interleave(spec.rotary_dim // 2)
-        self._cos_factor = self._frequencies.attention_factor
-        self._sin_factor = (sign * self._frequencies.attention_factor).to(device)
+        self._factor = self._frequencies.attention_factor
 
     def rotary(self, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype) -> Rotary:
         """Angles for int64 positions [T]. lengths: int64 [T], needed where `spec.needs_lengths`."""
@@ -74,17 +70,10 @@ class Rope:
             from qengine.kernels.fused import ops
 
             interleaved = self.spec.interleaved
-            cos, sin = ops.rotary_angles(positions, self._inverse(lengths), self._cos_factor, dtype, interleaved)
+            cos, sin = ops.rotary_angles(positions, self._inverse(lengths), self._factor, dtype, interleaved)
             return Rotary(cos, sin, interleaved)
-        angles = positions.to(torch.float32)[:, None] * self._inverse(lengths)
-        if self.spec.interleaved:
-            angles = angles.repeat_interleave(2, dim=-1)
-        else:
-            angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos(), angles.sin() * self._sin_factor
-        if self._cos_factor != 1.0:
-            cos = cos * self._cos_factor
-        return Rotary(cos.to(dtype)[:, None], sin.to(dtype)[:, None], self.spec.interleaved)
+        cos, sin = rotary_angles(positions, self._inverse(lengths), self._factor, dtype, self.spec.interleaved)
+        return Rotary(cos, sin, self.spec.interleaved)
 
     def _inverse(self, lengths: torch.Tensor | None) -> torch.Tensor:
         """Inverse frequencies [rotary_dim/2], or [T, rotary_dim/2] where they depend on the length."""

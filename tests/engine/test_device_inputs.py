@@ -70,8 +70,15 @@ def test_tables_follow_the_engines_through_growth_copies_and_replacement():
         views = fill(staging, [item(0, ids, len(ids) - 1, len(ids), table, 1)], InputShape(1, 1, 0, len(table)))
         assert views.tables.tolist() == [table], step
         ids.append(step)
-    staging.forget({5})
-    assert not staging._tables
+
+
+def test_tables_of_sequences_that_ended_do_not_pile_up():
+    staging = InputStaging(torch.device("cpu"), SIZE)
+    for first in range(0, 5000, 10):
+        items = [item(seq_id, [1, 2], 1, 2, [seq_id % 7], 1) for seq_id in range(first, first + 20)]
+        views = fill(staging, items, InputShape(20, 20, 0, 1))
+        assert views.tables.flatten().tolist() == [seq_id % 7 for seq_id in range(first, first + 20)]
+    assert len(staging._tables) < 200
 
 
 def test_a_mixed_graphs_sequences_are_all_prefills():
