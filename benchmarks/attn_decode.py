@@ -87,11 +87,8 @@ def make_step(kind: Kind, heads: int, kv_heads: int, lens: list[int], head_dim: 
         tables[row, :count] = ids[start : start + count]
         start += count
     q = torch.randn(len(lens), heads, head_dim, device="cuda", dtype=torch.float16)
-    per_token = {"float16": 2.0, "bfloat16": 2.0, "int8": 1 + 2 / head_dim, "fp8": 1 + 2 / head_dim}
-    each = per_token.get(kind, 0.5 + 4 / head_dim) * head_dim * kv_heads * 2
-    return Step(
-        q, views, tables, torch.tensor(lens, dtype=torch.int32, device="cuda"), max(lens), int(sum(lens) * each)
-    )
+    nbytes = sum(lens) * sum(size for _, size in layout.parts) // BLOCK
+    return Step(q, views, tables, torch.tensor(lens, dtype=torch.int32, device="cuda"), max(lens), nbytes)
 
 
 def time_step(step: Step, call: Callable[[LayerCache], None], replays: int = 7) -> float:
@@ -185,6 +182,7 @@ def candidates(kind: Kind, sm: int) -> list[DecodeLaunch]:
     found = [DecodeLaunch(warps, most, 2, 1, 2, None, True) for warps in (1, 2, 4)]
     found.append(DecodeLaunch(1, most // 2, 3, 1, 2, None, True))
     if sm >= 80:
+        found += [DecodeLaunch(1, tokens, 2, 1, 2, None, True, True) for tokens in (most, most // 2)]
         found += [DecodeLaunch(1, most, 2, 1, 2, 208, True), DecodeLaunch(1, most // 2, 2, 1, 2, 128)]
     return found
 

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+_direct: ContextVar[bool] = ContextVar("qengine_operators_direct", default=False)
+
+
+@contextmanager
+def direct_calls() -> Iterator[None]:
+    """Within, operators call their functions under a dispatch mode too: a dry run on fake tensors reaches launches."""
+    token = _direct.set(True)
+    try:
+        yield
+    finally:
+        _direct.reset(token)
 
 
 def operator(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[..., Any]], Any]:
@@ -20,7 +34,7 @@ def operator(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[..
         op = torch.library.custom_op(name, mutates_args=tuple(mutates_args))(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            traced = torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() > 0 and not _direct.get())
             return op(*args, **kwargs) if traced else function(*args, **kwargs)
 
         call.register_fake = op.register_fake  # type: ignore[attr-defined]

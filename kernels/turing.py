@@ -76,6 +76,11 @@ def install() -> None:
     _state["installed"] = True
 
 
+def installed() -> bool:
+    """Whether the hook is set, which changes what Triton finds in its cache."""
+    return triton.knobs.runtime.add_stages_inspection_hook is _hook
+
+
 def ensure(sm: int) -> None:
     """Install the hook where capability `sm` needs it (75); elsewhere do nothing."""
     if sm == 75:

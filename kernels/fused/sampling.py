@@ -9,11 +9,12 @@ one buffer and no launch. Which kernels run is a `Plan`, facts that the host kno
     no top_k, or a large one   finish_list, tally_blocks and choose_range       up to four reads more of rows that are
                                (twice), gather_range, finish_wide               flat, nothing of the others
                                before finish_flat
-    bans, biases               change_rows, change_entries before
+    bans, biases, grammars     change_rows, change_entries before
     penalties                  applied as logits are read; count_tokens after
     logprobs                   raw_stats, finish_logprobs after
 
-Plans without bans, biases, penalties and logprobs can be captured in a CUDA graph: all buffers stay where they are.
+Plans without bans, biases, grammars, penalties and logprobs can be captured in a CUDA graph: all buffers stay where
+they are.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Plan:
 
     rows: R. plain: some row is greedy or drawn from the whole softmax; draws: some row is not greedy; cuts: some row
     has top_k, top_p or min_p; wide: more than finish_cut looks at may be kept. ruled: rows
-    that bans or biases change; entries: of all of them; counted: some row has penalties.
+    that bans, biases or masks change; entries: of all of them; counted: some row has penalties.
     lines: rows with logprobs; top: the most that one of them lists.
     """
 
@@ -160,12 +161,14 @@ def sample_rows(
     out: torch.Tensor,
     changed: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
 ) -> None:
     """Write a token for each of the plan's rows: out int64 [2, >= rows], tokens and whether they are valid (0 or 1).
 
     logits: float32 or float16 [., V], rows contiguous, stride(0) free, not changed; columns from work.vocab on are
     never sampled. changed: float32 [>= plan.ruled, >= vocab] scratch, counts: int16 [., >= vocab] token counts, updated
-    with the tokens; both needed only by plans with rules. A row is not valid, and its token 0, where its largest logit
+    with the tokens; both needed only by plans with rules. masks: int32 [., >= vocab / 32], which tokens rows with
+    ALLOW below 0 may sample, needed by these. A row is not valid, and its token 0, where its largest logit
     is nan or infinite. Rows of kind 0 are left alone. On the current stream; nothing waits for the device.
 
     Raises ValueError for tensors that do not fit. CPU tensors are served by the reference, CUDA tensors never.
@@ -178,9 +181,9 @@ def sample_rows(
     if not plan.rows:
         return
     if not runs_kernels(logits):
-        sample_rows_ref(logits, inputs.rows[: plan.rows], inputs.entries, counts, work.vocab, out)
+        sample_rows_ref(logits, inputs.rows[: plan.rows], inputs.entries, counts, work.vocab, out, masks)
         return
-    sources = _Sources.of(logits, changed, counts, work)
+    sources = _Sources.of(logits, changed, counts, masks, work)
     if plan.ruled:
         _change(sources, inputs, plan, work)
     _finish(sources, inputs, plan, work, out)
@@ -195,28 +198,35 @@ class _Sources:
     logits: torch.Tensor
     changed: torch.Tensor
     counts: torch.Tensor
+    masks: torch.Tensor
     strides: tuple[int, int, int]
 
     @staticmethod
     def of(
-        logits: torch.Tensor, changed: torch.Tensor | None, counts: torch.Tensor | None, work: Workspace
+        logits: torch.Tensor,
+        changed: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        masks: torch.Tensor | None,
+        work: Workspace,
     ) -> _Sources:
         changed = work.bmax if changed is None else changed
         counts = work.chosen.view(torch.int16) if counts is None else counts
-        return _Sources(logits, changed, counts, (logits.stride(0), changed.stride(0), counts.stride(0)))
+        masks = work.chosen if masks is None else masks
+        return _Sources(logits, changed, counts, masks, (logits.stride(0), changed.stride(0), counts.stride(0)))
 
 
 def _change(of: _Sources, inputs: Inputs, plan: Plan, work: Workspace) -> None:
-    """The rows with bans or biases, copied to `changed`."""
+    """The rows with bans, biases or masks, copied to `changed`."""
     block, vocab = work.shape.block, work.vocab
+    strides = (*of.strides, of.masks.stride(0))
     # no fused multiply-adds: the reference rounds after each step, and equal logits are to stay equal
     change_rows[(work.blocks, plan.ruled)](
-        of.logits, inputs.rows, inputs.ruled, of.counts, of.changed, *of.strides, vocab, BLOCK=block, num_warps=4,
-        enable_fp_fusion=False,
+        of.logits, inputs.rows, inputs.ruled, of.counts, of.masks, of.changed, *strides, vocab, BLOCK=block,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.entries:
         change_entries[(plan.ruled,)](
-            of.logits, inputs.rows, inputs.ruled, inputs.entries, of.counts, of.changed, *of.strides, vocab,
+            of.logits, inputs.rows, inputs.ruled, inputs.entries, of.counts, of.masks, of.changed, *strides, vocab,
             BLOCK=block, PART=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ from .sampling_rules_kernel import change_entries, change_rows, count_tokens
 from .sampling_wide_kernel import choose_range, finish_wide, gather_range, tally_blocks
 
 _DOUBLES = ("params", "ruled", "entries", "rows", "sums", "state")
-_INTEGERS = ("groups", "list", "left", "tcount", "rank", "starts")
+_INTEGERS = ("groups", "list", "left", "tcount", "rank", "starts", "masks")
 _LONGS = ("tokens",)
 GROUPS = 8192
 """finish_cut's and finish_logprobs' padded groups for up to 262,144 tokens."""

@@ -31,7 +31,7 @@ FREQUENCY = tl.constexpr(10)
 COUNTS = tl.constexpr(11)  # row of the token counts, or -1
 FIRST = tl.constexpr(12)  # of the row's entries
 ENTRIES = tl.constexpr(13)  # how many
-ALLOW = tl.constexpr(14)  # 1: tokens without an entry that allows them are -inf
+ALLOW = tl.constexpr(14)  # 1: tokens without an entry that allows them are -inf; -1 - m: those not in mask m are
 BAD = tl.constexpr(15)  # how many entries are bad words
 
 GREEDY = tl.constexpr(1)

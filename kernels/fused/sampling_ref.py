@@ -18,17 +18,33 @@ def column(name: str) -> int:
     return value
 
 
-def change_row(
-    scores: torch.Tensor, row: torch.Tensor, entries: torch.Tensor, counts: torch.Tensor | None
-) -> torch.Tensor:
-    """float32 [V]: `scores` with a row's bans, biases and penalties.
+def in_mask(words: torch.Tensor, vocab: int) -> torch.Tensor:
+    """bool [vocab]: the bits of a mask, int32 [>= vocab / 32]; bit t % 32 of word t // 32 is token t's."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (((words[:, None] >> shifts) & 1) != 0).flatten()[:vocab]
 
-    row: float64 [16], entries: float64 [E, 3] of all rows (token, bias, bits), counts: int16 [., V].
+
+def change_row(
+    scores: torch.Tensor,
+    row: torch.Tensor,
+    entries: torch.Tensor,
+    counts: torch.Tensor | None,
+    masks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float32 [V]: `scores` with a row's mask, bans, biases and penalties.
+
+    row: float64 [16], entries: float64 [E, 3] of all rows (token, bias, bits), counts: int16 [., V], masks: int32
+    [., >= V / 32].
     """
     scores = scores.float()
     first, count = int(row[column("FIRST")]), int(row[column("ENTRIES")])
     own = entries[first : first + count]
     tokens, bits = own[:, 0].long(), own[:, 2].long()
+    if row[column("ALLOW")] < 0:
+        if masks is None:
+            raise ValueError("sampling: rows with a mask need `masks`")
+        words = masks[-1 - int(row[column("ALLOW")])]
+        scores = scores.masked_fill(~in_mask(words, scores.numel()), NEVER)
     if row[column("ALLOW")] > 0:
         allowed = torch.zeros_like(scores, dtype=torch.bool)
         allowed[tokens[(bits & rules.ALLOWED.value) != 0]] = True
@@ -92,6 +108,7 @@ def sample_rows_ref(
     counts: torch.Tensor | None,
     vocab: int,
     out: torch.Tensor,
+    masks: torch.Tensor | None = None,
 ) -> None:
     """Write out int64 [2, R] (tokens, valid) for parameters rows float64 [R, 16]; kind 0 rows are left alone.
 
@@ -103,7 +120,7 @@ def sample_rows_ref(
             continue
         scores = logits[int(row[column("SOURCE")]), :vocab].float()
         if row[column("CHANGED")] >= 0 or row[column("COUNTS")] >= 0:
-            scores = change_row(scores, row, entries, counts)
+            scores = change_row(scores, row, entries, counts, masks)
         token, valid = choose_ref(scores, row)
         out[0, i], out[1, i] = token, int(valid)
         of = int(row[column("COUNTS")])

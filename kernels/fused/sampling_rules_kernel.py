@@ -35,22 +35,34 @@ BAD_WORD = tl.constexpr(2)
 BANNED = tl.constexpr(4)
 
 
+@triton.jit
+def masked(x, masks_ptr, masks_stride, allow, at, keep):
+    """X with -inf for the tokens `at` that mask -1 - allow leaves out; allow: the row's parameter, below 0."""
+    own_ptr = masks_ptr + (-1 - allow).to(tl.int64) * masks_stride
+    words = tl.load(own_ptr + (at >> 5), mask=keep, other=0)
+    return tl.where(((words >> (at & 31)) & 1) != 0, x, NEVER)
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def change_rows(
-    logits_ptr, params_ptr, ruled_ptr, counts_ptr, changed_ptr, stride, changed_stride, counts_stride, vocab,
-    BLOCK: tl.constexpr,
+    logits_ptr, params_ptr, ruled_ptr, counts_ptr, masks_ptr, changed_ptr, stride, changed_stride, counts_stride,
+    masks_stride, vocab, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): block b of row ruled[i], copied to changed in float32 and penalized; -inf where it allows few.
 
-    logits fp32 or fp16, changed fp32 [., V], counts int16 [., V]. ruled: float64, as all parameters.
+    logits fp32 or fp16, changed fp32 [., V], counts int16 [., V], masks int32 [., >= V / 32]: bit t % 32 of word
+    t // 32 is 1 where token t may be sampled. ruled: float64, as all parameters.
     """
     row = tl.load(ruled_ptr + tl.program_id(1)).to(tl.int32)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = at < vocab
     source = parameter(params_ptr, row, SOURCE).to(tl.int64)
     x = tl.load(logits_ptr + source * stride + at, mask=keep, other=0.0).to(tl.float32)
-    if parameter(params_ptr, row, ALLOW) > 0:
+    allow = parameter(params_ptr, row, ALLOW)
+    if allow > 0:
         x = tl.full((BLOCK,), NEVER, tl.float32)
+    if allow < 0:
+        x = masked(x, masks_ptr, masks_stride, allow, at, keep)
     of = parameter(params_ptr, row, COUNTS).to(tl.int64)
     if of >= 0:
         x = penalized(
@@ -92,13 +104,13 @@ def anything_left(logits_ptr, entries_ptr, entries, allow, vocab, bad_left, BLOC
 
 @triton.jit(do_not_specialize=["vocab"])
 def change_entries(
-    logits_ptr, params_ptr, ruled_ptr, entries_ptr, counts_ptr, changed_ptr, stride, changed_stride, counts_stride,
-    vocab, BLOCK: tl.constexpr, PART: tl.constexpr,
+    logits_ptr, params_ptr, ruled_ptr, entries_ptr, counts_ptr, masks_ptr, changed_ptr, stride, changed_stride,
+    counts_stride, masks_stride, vocab, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Program i: the single tokens that row ruled[i] names, after change_rows.
 
-    entries float64 [., 3]: token, bias, bits; one entry a token. A token is -inf if it is banned, a bad word, or not
-    allowed in a row that allows few; bad words count only where something else is left.
+    entries float64 [., 3]: token, bias, bits; one entry a token. A token is -inf if it is banned, a bad word, not in
+    the row's mask, or not allowed in a row that allows few; bad words count only where something else is left.
     """
     row = tl.load(ruled_ptr + tl.program_id(0)).to(tl.int32)
     entries = parameter(params_ptr, row, ENTRIES).to(tl.int32)
@@ -129,6 +141,8 @@ def change_entries(
             x = tl.load(row_ptr + token, mask=live, other=0.0).to(tl.float32)
             out = ((flags & never) != 0) | ((flags & needs) != needs)
             x = tl.where(out, NEVER, x) + bias
+            if allow < 0:
+                x = masked(x, masks_ptr, masks_stride, allow, token, live)
             if of >= 0:
                 x = penalized(
                     x,

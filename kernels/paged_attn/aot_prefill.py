@@ -27,6 +27,7 @@ def compile_prefill(
     head_dim: int,
     *,
     kind: str = "float",
+    key_offsets: int = 1,
     group: int = 7,
     block_size: int = 16,
     dtype: str = "fp16",
@@ -36,7 +37,8 @@ def compile_prefill(
 ) -> triton.compiler.CompiledKernel:
     """The kernel of a launch for capability `sm`, as the operator would launch it.
 
-    kind: "float", "int8", "int4" or "fp8". group: query heads a KV head. dtype: of q and out, fp16 or bf16.
+    kind: "float", "int8", "int4" or "fp8". key_offsets: of an int4 key. group: query heads a KV head. dtype: of q and
+    out, fp16 or bf16.
     """
     turing.ensure(sm)
     cache = f"*{_ELEMENTS[kind] or dtype}"
@@ -48,8 +50,8 @@ def compile_prefill(
     first, second = parts(head_dim, kind, launch.whole)
     constants = {
         "GROUP": group, "PACK": launch.pack, "HEAD": head_dim, "D1": first, "D2": second, "BS": block_size,
-        "BM": launch.bm, "BN": launch.bn, "KIND": kind, "LISTED": listed, "SOFTCAP": softcap, "SLIDING": sliding,
-        "SPLIT": launch.split, "PREFETCH": launch.prefetch, "ASM": True,
+        "BM": launch.bm, "BN": launch.bn, "KIND": kind, "OFFSETS": key_offsets, "LISTED": listed, "SOFTCAP": softcap,
+        "SLIDING": sliding, "SPLIT": launch.split, "PREFETCH": launch.prefetch, "ASM": True,
     }  # fmt: skip
     names = paged_prefill_kernel.arg_names
     aligned = _aligned(names, types)

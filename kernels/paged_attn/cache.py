@@ -11,7 +11,7 @@ their own for each token and KV head:
     int8, fp8   x = q * scale              scale float16, the largest |x| / 127 or / 448
     int4        x = q * scale + offset     scale and offset float16, q in 0..15
                 byte j = element j in the low nibble, element j + D/2 in the high nibble;
-                keys may have two offsets, one for each half of a head (`key_offsets`)
+                keys have two offsets, one for each half of a head, or one (`key_offsets`)
 
 A token whose values are not finite gets a NaN scale: it reads as NaN, as it would from a float16 cache, and no other
 token is touched. Whoever reads a partly filled block must not let the places beyond a sequence's length count, not
@@ -55,14 +55,15 @@ class BlockLayout:
     """Where the parts of a block of one layer lie.
 
     kind: how values are held. kv_heads: Hkv. head_dim: D, a multiple of 8. block_size: tokens a block, a power of two
-    from 8 to 1024. key_offsets: offsets of a key with int4, 1 or 2. Raises ValueError for anything else.
+    from 8 to 1024. key_offsets: of an int4 key, 1 or 2; the second takes 4 bytes a key and halves what int4 costs in
+    accuracy (benchmarks/kv_accuracy.py). Raises ValueError for anything else.
     """
 
     kind: Kind
     kv_heads: int
     head_dim: int
     block_size: int
-    key_offsets: int = 1
+    key_offsets: int = 2
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -138,6 +139,11 @@ class LayerCache:
     def num_blocks(self) -> int:
         """NB."""
         return self.k.shape[0]
+
+    @property
+    def key_offsets(self) -> int:
+        """Offsets of a key with int4, 1 or 2; 1 for other kinds."""
+        return 2 if self.kind == "int4" and self.k_scale is not None and self.k_scale.shape[3] == 4 else 1
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from qengine.kernels.w4a16.ops import workspace
 from .cache import LayerCache, gather_kv
 from .decode_kernel import paged_decode_kernel
 from .decode_launch import DecodeLaunch, DecodeShape, part_floats, pick_decode, programs
+from .decode_operands import SCORE_UNIT
 from .ref import causal_attention
 
 MAX_ROWS = 2048
@@ -60,6 +61,11 @@ def paged_decode_ref(
     return out
 
 
+def shape_of(q: torch.Tensor, cache: LayerCache) -> DecodeShape:
+    """What the launch of queries [S, Hq, D] over a cache follows from."""
+    return DecodeShape(cache.kind, cache.head_dim, q.shape[1] // cache.kv_heads, cache.block_size, cache.key_offsets)
+
+
 def run(
     q: torch.Tensor,
     cache: LayerCache,
@@ -75,7 +81,7 @@ def run(
     num_splits: int | None = None,
 ) -> None:
     """`paged_decode` with the given launch, on the current stream; all tensors on one GPU."""
-    shape = DecodeShape(cache.kind, cache.head_dim, q.shape[1] // cache.kv_heads, cache.block_size)
+    shape = shape_of(q, cache)
     space, locks = workspace(q.device)
     # a program needs room for a part and a lock; rows that are too many for the workspace go in equal launches
     room = min(space.numel() // 4 // part_floats(shape), locks.numel())
@@ -83,12 +89,12 @@ def run(
     chunk = math.ceil(q.shape[0] / launches)
     for start in range(0, q.shape[0], chunk):
         rows = slice(start, min(start + chunk, q.shape[0]))
-        count = programs(
+        count, shares = programs(
             launch, shape, cache.kv_heads, rows.stop - start, max_seq_len, _device(q.device.index or 0)[1], room,
             num_splits,
         )  # fmt: skip
-        _launch(q[rows], cache, block_tables[rows], seq_lens[rows], out[rows], launch, shape, count, space, locks,
-                scale, softcap, sliding_window)  # fmt: skip
+        _launch(q[rows], cache, block_tables[rows], seq_lens[rows], out[rows], launch, shape, count, shares, space,
+                locks, scale, softcap, sliding_window)  # fmt: skip
 
 
 def _launch(
@@ -100,6 +106,7 @@ def _launch(
     launch: DecodeLaunch,
     shape: DecodeShape,
     count: int,
+    shares: int,
     space: torch.Tensor,
     locks: torch.Tensor,
     scale: float,
@@ -132,6 +139,7 @@ def _launch(
         block_tables.stride(0),
         cache.k.stride(0) * cache.k.element_size() // 16,
         launch.min_tiles,
+        shares,
         **shape.constants(launch, cache.kv_heads),
         QBF=q.dtype == torch.bfloat16,
         SB=rows_bucket(rows),
@@ -145,8 +153,8 @@ def _launch(
 
 
 def score_factors(scale: float, softcap: float | None, kind: str) -> tuple[float, float]:
-    """The kernel's (to_score, cap): exponents are of base 2, and fp8 keys come as 2^-8 of their values."""
-    lift = 256.0 if kind == "fp8" else 1.0
+    """The kernel's (to_score, cap): exponents are of base 2; scores of fp8 and int4 keys come in units of their own."""
+    lift = {"fp8": 256.0, "int4": 1.0 / SCORE_UNIT.value}.get(kind, 1.0)
     if softcap is None:
         return scale * LOG2_E * lift, 0.0
     return 2.0 * LOG2_E * scale / softcap * lift, softcap * LOG2_E
@@ -181,7 +189,7 @@ def _decode(
         )
         out.copy_(result)
         return
-    shape = DecodeShape(kind, cache.head_dim, q.shape[1] // cache.kv_heads, cache.block_size)
+    shape = shape_of(q, cache)
     launch = pick_decode(shape, q.shape[0], max_seq_len, _device(q.device.index or 0)[0])
     run(
         q, cache, block_tables, seq_lens, out, launch, scale=scale, softcap=softcap, sliding_window=sliding_window,

@@ -3,9 +3,9 @@
 
 Work is cut into tiles of WARPS * TOK consecutive tokens of one sequence, KV head and group of query rows. Each program
 takes one piece of consecutive tiles. How many tiles a piece has is worked out on the device from the lengths, so that
-the pieces of all sequences use up the programs there are, whatever mixture of lengths a step has; programs left over
-leave at once. A head that is one piece is written as it is; of a head in several, each leaves a partial result, and the
-last to finish adds them in the order of the context. Equal inputs give equal bits.
+all pieces are about alike, whatever mixture of lengths a step has; programs left over leave at once. A head that is one
+piece is written as it is; of a head in several, each leaves a partial result, and the last to finish adds them in the
+order of the context. Equal inputs give equal bits.
 
 Each warp of a program has its own TOK tokens of a tile, its own running maximum and its own sums, joined at the end of
 a piece, so that nothing in the loop waits for another warp. Loaded words become operands of `mma` in the registers that
@@ -26,53 +26,20 @@ from .decode_operands import (
     key_operands,
     output_order,
     query_operand,
-    scale_and_offset,
+    query_sums,
+    scale_and_offsets,
     scores,
     sum_in_lanes,
     value_operand,
+    value_unit,
 )
+from .decode_parts import LOWEST, add_parts, store_part
+from .decode_prefetch import lane_blocks, prefetch_tile
 
-LOWEST = tl.constexpr(-1e30)
 TEAM = tl.constexpr(16)
 
 
-@triton.jit
-def _store_part(part_ptr, stat_ptr, slot, o, m, l, DP: tl.constexpr, ROWS: tl.constexpr):
-    n = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    tl.store(part_ptr + slot.to(tl.int64) * (DP * ROWS) + n[None, :] * DP + d[:, None], o)
-    tl.store(stat_ptr + slot * (2 * ROWS) + n, m)
-    tl.store(stat_ptr + slot * (2 * ROWS) + ROWS + n, l)
-
-
-@triton.jit
-def _add_parts(part_ptr, stat_ptr, slot0, step, count, DP: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr):
-    # the partial results of slots slot0, slot0 + step, ..., added in this order, FEW at a time: (sums [DP, ROWS], their
-    # maximum, their total)
-    i = tl.arange(0, FEW)
-    n = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    top = tl.full((ROWS,), LOWEST, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    o = tl.zeros((ROWS, DP), tl.float32)
-    for start in range(0, count, FEW):
-        slot = slot0 + (start + i) * step
-        there = (start + i < count)[:, None]
-        pp = part_ptr + (slot.to(tl.int64) * (DP * ROWS))[:, None, None] + (n * DP)[None, :, None] + d[None, None, :]
-        part = tl.load(pp, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        at = stat_ptr + slot[:, None] * (2 * ROWS) + n[None, :]
-        m = tl.load(at, mask=there, other=LOWEST, cache_modifier=".cg")
-        l = tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        new = tl.maximum(top, tl.max(m, 0))
-        fade = tl.exp2(top - new)
-        top = new
-        weight = tl.exp2(m - top[None, :])
-        total = total * fade + tl.sum(l * weight, 0)
-        o = o * fade[:, None] + tl.sum(part * tl.expand_dims(weight, 2), 0)
-    return tl.trans(o), top, total
-
-
-@triton.jit(do_not_specialize=["rows", "window", "stride16", "sq16", "st", "min_tiles"])
+@triton.jit(do_not_specialize=["rows", "window", "stride16", "sq16", "st", "min_tiles", "shares"])
 def paged_decode_kernel(
     q_ptr,
     k_ptr,
@@ -94,7 +61,9 @@ def paged_decode_kernel(
     st,
     stride16,
     min_tiles,
+    shares,
     KIND: tl.constexpr,
+    OFFSETS: tl.constexpr,
     QBF: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -111,6 +80,7 @@ def paged_decode_kernel(
     SB: tl.constexpr,
     FETCH: tl.constexpr,
     SKIP: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     ASM: tl.constexpr,
@@ -120,17 +90,19 @@ def paged_decode_kernel(
     q, out [rows, HKV * GROUP, D] in fp16 or, with QBF, bf16; q as int32 words, 16 * sq16 bytes from row to row, out
     with row stride so. k_ptr, v_ptr: a layer's cache as int32 words, [NB, HKV, BS, words], 16 * stride16 bytes from
     block to block; ks_ptr, vs_ptr: its scales, float16, as many bytes from block to block (unused by FP16 and BF16).
+    OFFSETS of an INT4 key: 1 or 2 (then 4 numbers a key, see cache.py).
     table int32 [rows, st], lens int32 [rows].
 
     part: float32 [programs, ROWS, DP], stat: float32 [programs, 2, ROWS]. lock: int32 [programs], 0 before and after.
     to_score: factor that turns q . k into the exponent of 2, and with HAS_CAP into that of tanh's, whose multiple `cap`
     is then the exponent of 2. window: tokens a query sees, with HAS_WINDOW. A piece has at least min_tiles tiles,
-    but for the last of a head; there must be a program for each sequence, KV head and group of query rows.
+    but for the last of a head, and is otherwise as long as makes `shares` of them, or longer where there are not as
+    many programs; there must be one for each sequence, KV head and group of query rows.
 
     H: groups of 8 query rows that a program serves together (1 or 2). D padded to a power of two is DP. VK, VV: words
     of a token that a lane loads at once. SB: a power of two, at least `rows`. FETCH: values are loaded after the scores
     are computed (0), with the keys (1), or so, and keys a tile ahead (2), or both a tile ahead (3). SKIP: tiles that
-    lie within low..high are not masked.
+    lie within low..high are not masked. AHEAD: the next tile is brought to L2 while this one is worked on.
     """
     NT: tl.constexpr = TOK // 8
     ROWS: tl.constexpr = 8 * H
@@ -149,7 +121,9 @@ def paged_decode_kernel(
     # fp16 probabilities are held times 2^LIFT, so that small ones keep their bits; less room where scales come on top
     LIFT: tl.constexpr = 0.0 if KIND == BF16 else (12.0 if KIND == FP16 else 6.0)
     N8: tl.constexpr = UNIT // 8
-    SCALE_HEAD: tl.constexpr = 2 * BS if KIND == INT4 else BS
+    # scales of a key, and of a value
+    KE: tl.constexpr = 2 * OFFSETS if KIND == INT4 else (1 if SCALED else 0)
+    VE: tl.constexpr = 2 if KIND == INT4 else (1 if SCALED else 0)
 
     # parts loaded at once where they are added, 64 or, with few warps, 128 registers' worth
     FEW: tl.constexpr = max(1, (128 if WARPS <= 2 else 64) * LANES // (ROWS * DP))
@@ -161,7 +135,7 @@ def paged_decode_kernel(
     if HAS_WINDOW:
         tiles -= tl.maximum(lens - window, 0) >> TILE_SHIFT
     total = tl.sum(tiles, 0) * HR
-    size = tl.maximum(min_tiles, tl.cdiv(total, tl.num_programs(0)))
+    size = tl.maximum(min_tiles, tl.cdiv(total, shares))
     parts = (tiles + size - 1) // size
     count = tl.sum(parts, 0) * HR
     while count > tl.num_programs(0):
@@ -195,8 +169,8 @@ def paged_decode_kernel(
         table = table_ptr + seq.to(tl.int64) * st
         kp = k_ptr + hk * (BS * WW)
         vp = v_ptr + hk * (BS * WW)
-        ksp = ks_ptr + hk * SCALE_HEAD
-        vsp = vs_ptr + hk * SCALE_HEAD
+        ksp = ks_ptr + hk * (BS * KE)
+        vsp = vs_ptr + hk * (BS * VE)
 
         at = (skipped + begin) << TILE_SHIFT
         starts = unit_starts(at, first, high, UNIT, NU, WARPS)
@@ -208,8 +182,13 @@ def paged_decode_kernel(
         if H == 2:
             qw2, qw3 = load_query(qp, GROUP - row0, lane, 1, I, VK, H, KIND, D)
         bw = blocks.to(tl.int64) * stride
+        if AHEAD:
+            near, near_block = lane_blocks(table, at, first, high, TOK, WARPS, SHIFT)
+            if ASM:
+                prefetch_tile(kp, vp, ksp, vsp, near, near_block, stride, TOK, BS, WW, KE, VE)
+            near, near_block = lane_blocks(table, at + WARPS * TOK, first, high, TOK, WARPS, SHIFT)
         if FETCH >= 2:
-            kw0, kw1, ksw = load_keys(kp, ksp, bw, starts, lane, IH, VK, N8, BS, WW, WP, KIND)
+            kw0, kw1, ksw = load_keys(kp, ksp, bw, starts, lane, IH, VK, N8, BS, WW, WP, KIND, KE)
         if FETCH == 3:
             vw0, vw1, vsw = load_values(vp, vsp, bw, starts, first, high, lane, IV, VV, N8, BS, WW, WP, KIND)
         qa = query_operand(qw0, qw1, I, VK, WARPS, DP, KIND, QBF, ASM)
@@ -217,12 +196,9 @@ def paged_decode_kernel(
         if H == 2:
             qb = query_operand(qw2, qw3, I, VK, WARPS, DP, KIND, QBF, ASM)
         if KIND == INT4:
-            q_sum = tl.reshape(tl.sum(qa.to(tl.float32), 2), (WARPS, 2, 8))
-            if H == 1:
-                q_sum = tl.sum(q_sum, 1)
-            else:
-                q_sum += tl.reshape(tl.sum(qb.to(tl.float32), 2), (WARPS, 2, 8))
-            q_sum = tl.reshape(q_sum, (WARPS, H, 8, 1))
+            q_first, q_last = query_sums(qa, qb, WARPS, H)
+            if OFFSETS == 1:
+                q_first += q_last
 
         m = tl.full((WARPS, H, 8), LOWEST, tl.float32)
         l = tl.zeros((WARPS, H, 8, 4), tl.float32)
@@ -230,25 +206,30 @@ def paged_decode_kernel(
         acc = tl.zeros((WARPS, DP, ROWS), tl.float32)
         for _ in range(begin, end):
             bw1 = blocks1.to(tl.int64) * stride
+            if AHEAD and ASM:
+                prefetch_tile(kp, vp, ksp, vsp, near, near_block, stride, TOK, BS, WW, KE, VE)
+            if AHEAD:
+                near, near_block = lane_blocks(table, at + 2 * WARPS * TOK, first, high, TOK, WARPS, SHIFT)
             if FETCH < 2:
-                kw0, kw1, ksw = load_keys(kp, ksp, bw, starts, lane, IH, VK, N8, BS, WW, WP, KIND)
+                kw0, kw1, ksw = load_keys(kp, ksp, bw, starts, lane, IH, VK, N8, BS, WW, WP, KIND, KE)
             if FETCH == 1 or FETCH == 2:
                 vw0, vw1, vsw = load_values(vp, vsp, bw, starts, first, high, lane, IV, VV, N8, BS, WW, WP, KIND)
             if FETCH == 3:
-                kn0, kn1, ksn = load_keys(kp, ksp, bw1, starts1, lane, IH, VK, N8, BS, WW, WP, KIND)
+                kn0, kn1, ksn = load_keys(kp, ksp, bw1, starts1, lane, IH, VK, N8, BS, WW, WP, KIND, KE)
                 vn0, vn1, vsn = load_values(vp, vsp, bw1, starts1, first, high, lane, IV, VV, N8, BS, WW, WP, KIND)
             k0, k1 = key_operands(kw0, kw1, NT, I, VK, WARPS, DP, KIND, ASM)
-            s = scores(qa, qb, k0, k1, TOK, WARPS, H, ASM)
+            s = scores(qa, qb, k0, k1, TOK, WARPS, H, KIND, ASM)
             if FETCH == 0:
                 vw0, vw1, vsw = load_values(vp, vsp, bw, starts, first, high, lane, IV, VV, N8, BS, WW, WP, KIND)
             if SCALED:
-                k_scale, k_offset = scale_and_offset(ksw, NT, WARPS, KIND)
+                k_scale, k_first, k_last = scale_and_offsets(ksw, NT, WARPS, KIND, OFFSETS)
+                s = s * k_scale
                 if KIND == INT4:
-                    s = s * k_scale + q_sum * (k_offset - 64.0 * k_scale)
-                else:
-                    s = s * k_scale
+                    s += q_first * k_first
+                    if OFFSETS == 2:
+                        s += q_last * k_last
             if FETCH == 2:
-                kw0, kw1, ksw = load_keys(kp, ksp, bw1, starts1, lane, IH, VK, N8, BS, WW, WP, KIND)
+                kw0, kw1, ksw = load_keys(kp, ksp, bw1, starts1, lane, IH, VK, N8, BS, WW, WP, KIND, KE)
             starts = starts1
             bw = bw1
             starts1 = unit_starts(at + 2 * WARPS * TOK, first, high, UNIT, NU, WARPS)
@@ -258,7 +239,7 @@ def paged_decode_kernel(
                 s = cap - (2.0 * cap) / (1.0 + tl.exp2(s * to_score))
             v_scale, v_offset = s, s
             if SCALED:
-                v_scale, v_offset = scale_and_offset(vsw, NT, WARPS, KIND)
+                v_scale, v_offset, _ = scale_and_offsets(vsw, NT, WARPS, KIND, 1)
             if SKIP:
                 if (at + WARPS * TOK > high + 1) | (at < first):
                     s, v_scale, v_offset = hide(s, v_scale, v_offset, at, first, high, WARPS, TOK, KIND)
@@ -291,7 +272,7 @@ def paged_decode_kernel(
         l_all = tl.reshape(tl.sum(tl.sum(l, 3) * weight, 0), (ROWS,))
         o = tl.sum(acc * tl.reshape(weight, (WARPS, 1, ROWS)), 0)
         if KIND == INT4:
-            o += tl.reshape(tl.sum(tl.sum(shift, 3) * weight, 0), (1, ROWS))
+            o = o * value_unit(DP)[:, None] + tl.reshape(tl.sum(tl.sum(shift, 3) * weight, 0), (1, ROWS))
         if KIND == FP8:
             o *= 256.0
         m_all = tl.reshape(m_all, (ROWS,)) * unit
@@ -303,23 +284,23 @@ def paged_decode_kernel(
             tl.store(op, (o / l_all[None, :]).to(out_ptr.dtype.element_ty), mask=real)
         else:
             # the last of up to TEAM neighbours adds their parts, and the last to have done so adds the sums
-            _store_part(part_ptr, stat_ptr, pid, o, m_all, l_all, DP, ROWS)
+            store_part(part_ptr, stat_ptr, pid, o, m_all, l_all, DP, ROWS)
             zeroth = pid - piece
             team = zeroth + piece // TEAM * TEAM
             members = tl.minimum(zeroth + pieces - team, TEAM)
             tl.debug_barrier()
             if tl.atomic_add(lock_ptr + team, 1, sem="acq_rel") == members - 1:
-                o, m_all, l_all = _add_parts(part_ptr, stat_ptr, team, 1, members, DP, ROWS, FEW)
+                o, m_all, l_all = add_parts(part_ptr, stat_ptr, team, 1, members, DP, ROWS, FEW)
                 tl.store(lock_ptr + team, 0)
                 if pieces <= TEAM:
                     tl.store(op, (o / l_all[None, :]).to(out_ptr.dtype.element_ty), mask=real)
                 else:
                     tl.debug_barrier()
-                    _store_part(part_ptr, stat_ptr, team, o, m_all, l_all, DP, ROWS)
+                    store_part(part_ptr, stat_ptr, team, o, m_all, l_all, DP, ROWS)
                     teams = (pieces + TEAM - 1) // TEAM
                     tl.debug_barrier()
                     if tl.atomic_add(lock_ptr + zeroth + 1, 1, sem="acq_rel") == teams - 1:
-                        o, m_all, l_all = _add_parts(part_ptr, stat_ptr, zeroth, TEAM, teams, DP, ROWS, FEW)
+                        o, m_all, l_all = add_parts(part_ptr, stat_ptr, zeroth, TEAM, teams, DP, ROWS, FEW)
                         tl.store(op, (o / l_all[None, :]).to(out_ptr.dtype.element_ty), mask=real)
                         tl.store(lock_ptr + zeroth + 1, 0)
 

@@ -18,7 +18,8 @@ class DecodeLaunch:
     warps: of a program. tokens: of each warp in a tile, a power of two from 16. fetch: see the kernel (0 takes the
     fewest registers, 3 keeps most loads in flight). per_sm: programs for each multiprocessor. min_tiles: the fewest
     tiles worth a program. registers: the most a thread may have, or None for the compiler's choice. skip: tiles that
-    lie within a sequence are not masked, at the cost of a few registers.
+    lie within a sequence are not masked, at the cost of a few registers. ahead: a tile is brought to L2 while the one
+    before it is worked on.
     """
 
     warps: int = 4
@@ -28,6 +29,7 @@ class DecodeLaunch:
     min_tiles: int = 2
     registers: int | None = None
     skip: bool = False
+    ahead: bool = False
 
     @property
     def tile(self) -> int:
@@ -39,13 +41,15 @@ class DecodeLaunch:
 class DecodeShape:
     """What the kernel's constants follow from.
 
-    kind: of the cache. head_dim: D. group: query heads of a KV head. block_size: tokens a block.
+    kind: of the cache. head_dim: D. group: query heads of a KV head. block_size: tokens a block. key_offsets: of a key
+    of an int4 cache, 1 or 2.
     """
 
     kind: str
     head_dim: int
     group: int
     block_size: int
+    key_offsets: int = 1
 
     @property
     def padded(self) -> int:
@@ -81,6 +85,7 @@ class DecodeShape:
         """The kernel's constants, but for SB, HAS_CAP, HAS_WINDOW and ASM."""
         return {
             "KIND": KIND_NUMBERS[self.kind],
+            "OFFSETS": self.key_offsets,
             "D": self.head_dim,
             "DP": self.padded,
             "BS": self.block_size,
@@ -95,6 +100,7 @@ class DecodeShape:
             "TILE_SHIFT": launch.tile.bit_length() - 1,
             "FETCH": launch.fetch,
             "SKIP": launch.skip,
+            "AHEAD": launch.ahead,
         }
 
 
@@ -103,7 +109,8 @@ def pick_decode(shape: DecodeShape, rows: int, max_seq_len: int, sm: int) -> Dec
 
     What limits it are registers: a lane's share of a tile of keys and of one of values is in flight at once, 64
     registers each at most. With asynchronous memory to fill, one warp a program was the fastest on an H200 for every
-    kind, batch and context (benchmarks/attn_decode.py --sweep); Turing's rule is set so that nothing spills.
+    kind, batch and context (benchmarks/attn_decode.py --sweep); Turing's rule is set so that nothing spills. Bringing
+    tiles to L2 makes int4 a tenth faster there, whose loads the assembler puts off the most, and other kinds slower.
     """
     bytes_a_lane = {"float16": 4, "bfloat16": 4, "int8": 2, "fp8": 2, "int4": 1}[shape.kind]
     wide = shape.padded >= 256
@@ -111,11 +118,14 @@ def pick_decode(shape: DecodeShape, rows: int, max_seq_len: int, sm: int) -> Dec
         tokens = 16 if wide or shape.row_groups == 2 or bytes_a_lane == 4 else 32
         fetch = 0 if wide else 1 if shape.row_groups == 2 else 2
         return DecodeLaunch(4, tokens, fetch, per_sm=2, registers=255, skip=True)
+    ahead = shape.kind == "int4"
     if wide:
-        return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, 0 if bytes_a_lane == 4 else 2, per_sm=8, skip=True)
+        fetch = 0 if bytes_a_lane == 4 else 2
+        return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, fetch, per_sm=8, skip=True, ahead=ahead)
     if shape.row_groups == 2:
-        return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, 2, per_sm=8, skip=True)
-    return DecodeLaunch(1, 32 if bytes_a_lane == 4 else 64, 2, per_sm=8, skip=True)
+        fetch = 0 if ahead and sm < 90 else 2
+        return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, fetch, per_sm=8, skip=True, ahead=ahead)
+    return DecodeLaunch(1, 32 if bytes_a_lane == 4 else 64, 2, per_sm=8, skip=True, ahead=ahead)
 
 
 def programs(
@@ -127,17 +137,25 @@ def programs(
     sm_count: int,
     room: int,
     num_splits: int | None = None,
-) -> int:
-    """Programs of a launch, at least one for each sequence and KV head.
+) -> tuple[int, int]:
+    """(programs of a launch, at least one for each sequence and KV head; pieces that the work is shared out in).
 
-    Where these are few, each is split into as many parts as fill the card once; where they are many, into as many as
-    leave the last round of programs the fullest. num_splits: parts instead. Nobody needs more programs than there are
+    Where heads are few, each is split into as many pieces as fill the card once; where they are many, into as many as
+    leave the last round of programs the fullest. num_splits: pieces instead. Nobody needs more programs than there are
     pieces of min_tiles tiles. room: programs that the workspace has room for.
+
+    Sequences of different lengths end in pieces shorter than the others, so that there are more pieces than shares: the
+    programs beyond the shares are for these. Without them a long sequence among many would be one piece.
     """
     heads = rows * kv_heads * shape.passes
-    splits = num_splits or _splits(heads, sm_count * launch.per_sm)
+    slots = sm_count * launch.per_sm
     pieces = math.ceil(math.ceil(max(max_seq_len, 1) / launch.tile) / launch.min_tiles)
-    return heads * max(1, min(splits, pieces, room // heads))
+    most = heads * max(1, min(pieces, room // heads))
+    if num_splits is not None:
+        shares = min(heads * num_splits, most)
+        return shares, shares
+    shares = min(heads * _splits(heads, slots), most)
+    return min(shares + min(heads, slots) // 2 if rows > 1 else shares, most), shares
 
 
 def _splits(heads: int, slots: int) -> int:

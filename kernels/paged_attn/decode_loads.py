@@ -81,15 +81,14 @@ def _within(row, starts, low, high, N8: tl.constexpr):
 
 
 @triton.jit
-def load_scales(ptr, base, pair, N8: tl.constexpr, KIND: tl.constexpr):
-    """float16 scales of the two neighbouring tokens whose scores a lane holds, [rows, 2]; int4 with offsets: [rows, 4].
+def load_scales(ptr, base, pair, N8: tl.constexpr, EACH: tl.constexpr):
+    """float16 scales of the two neighbouring tokens whose scores a lane holds, [rows, 2 EACH]: EACH numbers a token.
 
     base int64 [NU, LANES]: float16 numbers before the unit. pair [LANES]: first of the lane's two tokens of every 8.
     rows: NU * N8 * LANES.
     """
     NU: tl.constexpr = base.shape[0]
     LANES: tl.constexpr = base.shape[1]
-    EACH: tl.constexpr = 2 if KIND == INT4 else 1
     at = tl.reshape(base + (pair * EACH)[None, :], (NU, 1, LANES)) + tl.reshape(tl.arange(0, N8) * 8 * EACH, (1, N8, 1))
     at = tl.multiple_of(tl.reshape(at, (NU * N8 * LANES,)), 2 * EACH)
     return tl.load(ptr + (at[:, None] + tl.arange(0, 2 * EACH)[None, :]))
@@ -109,10 +108,11 @@ def load_keys(
     WW: tl.constexpr,
     WP: tl.constexpr,
     KIND: tl.constexpr,
+    EACH: tl.constexpr,
 ):
     """A tile's key words, of the first and the last half of each token, and scales (what is not there: words again).
 
-    bw int64 [NU, LANES]: words before the block of each unit that begins at token `starts`.
+    bw int64 [NU, LANES]: words before the block of each unit that begins at token `starts`. EACH: scales a token.
     """
     place = starts & (BS - 1)
     u = load_words(kp, bw + place * WW, lane // 4, lane % 4, 0, 4, IH, VK, N8, WW, WP)
@@ -120,8 +120,7 @@ def load_keys(
     if KIND != INT4:
         v = load_words(kp, bw + place * WW, lane // 4, lane % 4, IH, 4, IH, VK, N8, WW, WP)
     if KIND > BF16:
-        EACH: tl.constexpr = 2 if KIND == INT4 else 1
-        return u, v, load_scales(ksp, bw * 2 + place * EACH, lane % 4 * 2, N8, KIND)
+        return u, v, load_scales(ksp, bw * 2 + place * EACH, lane % 4 * 2, N8, EACH)
     else:
         return u, v, u
 
@@ -151,7 +150,7 @@ def load_values(
         EACH: tl.constexpr = 2 if KIND == INT4 else 1
         u = load_words(vp, bw + place * WW, even, lane // 4, 0, 8, IV, VV, N8, WW, WP)
         v = load_words(vp, bw + place * WW, even + 1, lane // 4, 0, 8, IV, VV, N8, WW, WP)
-        return u, v, load_scales(vsp, bw * 2 + place * EACH, even, N8, KIND)
+        return u, v, load_scales(vsp, bw * 2 + place * EACH, even, N8, EACH)
     else:
         one = _within(even, starts, low, high, N8)
         two = _within(even + 1, starts, low, high, N8)

@@ -11,7 +11,10 @@ import triton.language as tl
 from qengine.kernels.w4a16.unpack import opaque
 
 from .decode_kinds import BF16, FP8, INT4, INT8
-from .decode_unpack import byte_pairs, bytes4, halves, nibble_pairs, nibbles8
+from .decode_unpack import HIGH_NIBBLE, LOW_NIBBLE, byte_pairs, bytes4, halves, nibble_pairs, nibbles8
+
+SCORE_UNIT = HIGH_NIBBLE
+"""Scores of int4 keys are multiplied by this; `to_score` makes up for it."""
 
 
 @triton.jit
@@ -29,6 +32,12 @@ def output_order(DP: tl.constexpr, VV: tl.constexpr, IV: tl.constexpr, KIND: tl.
             return at + rest // (4 * VV * IV) * (D // 2), at < D // 2
         else:
             return at, at < D
+
+
+@triton.jit
+def value_unit(DP: tl.constexpr):
+    """What a 1 in each row of the second product's sums of int4 codes stands for, float32 [DP]."""
+    return tl.where(tl.arange(0, DP) < DP // 2, 1.0 / LOW_NIBBLE, 1.0 / HIGH_NIBBLE)
 
 
 @triton.jit
@@ -159,15 +168,22 @@ def _lanes_to_scores(x, NT: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def scale_and_offset(x, NT: tl.constexpr, WARPS: tl.constexpr, KIND: tl.constexpr):
-    """(scale, offset) float32 [WARPS, 1, 8, 8 NT] of what load_scales gave; the offset only of int4."""
+def scale_and_offsets(x, NT: tl.constexpr, WARPS: tl.constexpr, KIND: tl.constexpr, OFFSETS: tl.constexpr):
+    """(scale, first offset, last offset) float32 [WARPS, 1, 8, 8 NT] of what load_scales gave; offsets of int4 only."""
     x = x.to(tl.float32)
-    if KIND == INT4:
+    if KIND == INT4 and OFFSETS == 2:
+        even, odd = tl.split(tl.reshape(x, (NT * WARPS * 32, 2, 2, 2)))
+        scale, last = tl.split(even)
+        first, _ = tl.split(odd)
+        last = _lanes_to_scores(last, NT, WARPS)
+        return _lanes_to_scores(scale, NT, WARPS), _lanes_to_scores(first, NT, WARPS), last
+    elif KIND == INT4:
         scale, offset = tl.split(tl.reshape(x, (NT * WARPS * 32, 2, 2)))
-        return _lanes_to_scores(scale, NT, WARPS), _lanes_to_scores(offset, NT, WARPS)
+        offset = _lanes_to_scores(offset, NT, WARPS)
+        return _lanes_to_scores(scale, NT, WARPS), offset, offset
     else:
         x = _lanes_to_scores(x, NT, WARPS)
-        return x, x
+        return x, x, x
 
 
 @triton.jit
@@ -180,21 +196,35 @@ def _product(a, b, acc, ASM: tl.constexpr):
 
 
 @triton.jit
-def scores(qa, qb, ka, kb, TOK: tl.constexpr, WARPS: tl.constexpr, H: tl.constexpr, ASM: tl.constexpr):
-    """q . k [WARPS, H, 8, TOK] of the halves of query_operand and key_operands.
+def query_sums(qa, qb, WARPS: tl.constexpr, H: tl.constexpr):
+    """Sums of both halves of each query, [WARPS, H, 8, 1], in the units of `scores` of int4 keys."""
+    a = tl.sum(qa.to(tl.float32), 2) * SCORE_UNIT
+    if H == 1:
+        a, b = tl.split(tl.permute(tl.reshape(a, (WARPS, 2, 8)), (0, 2, 1)))
+    else:
+        b = tl.sum(qb.to(tl.float32), 2) * SCORE_UNIT
+    return tl.reshape(a, (WARPS, H, 8, 1)), tl.reshape(b, (WARPS, H, 8, 1))
+
+
+@triton.jit
+def scores(
+    qa, qb, ka, kb, TOK: tl.constexpr, WARPS: tl.constexpr, H: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr
+):
+    """q . k [WARPS, H, 8, TOK] of the halves of query_operand and key_operands; of int4 codes times SCORE_UNIT.
 
     Where there are only 8 queries, the 16 rows of the operand (qa and qb alike) are their first and their second
     halves: of each product the rows that meet their own half count.
     """
+    FIRST: tl.constexpr = HIGH_NIBBLE / LOW_NIBBLE if KIND == INT4 else 1.0
     zero = tl.zeros((WARPS, 16, TOK), tl.float32)
     if H == 1:
         first = tl.permute(tl.reshape(_product(qa, ka, zero, ASM), (WARPS, 2, 8, TOK)), (0, 2, 3, 1))
         second = tl.permute(tl.reshape(_product(qa, kb, zero, ASM), (WARPS, 2, 8, TOK)), (0, 2, 3, 1))
         s, _ = tl.split(first)
         _, t = tl.split(second)
-        return tl.reshape(s + t, (WARPS, 1, 8, TOK))
+        return tl.reshape(s * FIRST + t, (WARPS, 1, 8, TOK))
     else:
-        return tl.reshape(_product(qb, kb, _product(qa, ka, zero, ASM), ASM), (WARPS, 2, 8, TOK))
+        return tl.reshape(_product(qb, kb, _product(qa, ka, zero, ASM) * FIRST, ASM), (WARPS, 2, 8, TOK))
 
 
 @triton.jit
@@ -230,13 +260,14 @@ def add_values(
 ):
     """acc [WARPS, DP, ROWS] + values . pv.
 
-    Of int4 codes, which count from 64, 71.5 times the sum of pv is taken off before it comes to acc: tensor cores cut
-    sums off, and what they cut of such large ones would add up over a long context.
+    Of int4 codes 7.5 times the sum of pv is taken off before it comes to acc: tensor cores cut sums off, and what they
+    cut of sums that are not around 0 would add up over a long context. Units are those of the nibbles, see value_unit.
     """
     if KIND == INT4:
         ones = tl.full((WARPS, 16, TOK), 1.0, tl.float16)
-        x = _product(ones, pv, tl.zeros((WARPS, 16, ROWS), tl.float32), ASM) * -71.5
-        x = tl.broadcast_to(tl.expand_dims(x, 1), (WARPS, DP // 16, 16, ROWS))
+        x = _product(ones, pv, tl.zeros((WARPS, 16, ROWS), tl.float32), ASM)
+        x = tl.permute(tl.join(x * (-7.5 * LOW_NIBBLE), x * (-7.5 * HIGH_NIBBLE)), (0, 3, 1, 2))
+        x = tl.broadcast_to(tl.expand_dims(x, 2), (WARPS, 2, DP // 32, 16, ROWS))
         return acc + _product(values, pv, tl.reshape(x, (WARPS, DP, ROWS)), ASM)
     else:
         return _product(values, pv, acc, ASM)

@@ -2,9 +2,11 @@
 """Device functions of the decode kernel: cached words (int32) to fp16 or bf16, each with a twin in plain Triton.
 
 Inline PTX does not run in Triton's interpreter, so each takes a constexpr ASM: with it the PTX twin is compiled,
-without it the plain one. Codes become fp16 by putting their bits into the mantissa of a power of two, which is exact:
-int8 as 1152 + q less 1152, int4 as 64 + q (the caller takes 64 times a sum off), fp8 by moving its bits to where fp16
-has them, which is its value times 2^-8 (the caller multiplies the result by 2^8).
+without it the plain one. All are exact. int8 codes become fp16 by putting their bits into the mantissa of 1024:
+int8 as 1152 + q less 1152; fp8 by moving its bits to where fp16 has them, which is its value times 2^-8 (the caller
+multiplies the result by 2^8). int4 codes need nothing put to them: a nibble in the lowest bits of 16 is a subnormal
+fp16, q * 2^-24, and one in the next four bits is q * 2^-20, which tensor cores take as they are (the caller multiplies
+the results).
 
 A word holds 2, 4 or 8 elements, the first in the lowest bits; of int4's eight the low nibbles are elements of the
 first half of a head, the high nibbles of the second.
@@ -14,6 +16,9 @@ import triton
 import triton.language as tl
 
 from .decode_kinds import FP8, INT8
+
+LOW_NIBBLE, HIGH_NIBBLE = tl.constexpr(2.0**-24), tl.constexpr(2.0**-20)
+"""What a 1 in a code of a low and of a high nibble becomes."""
 
 
 @triton.jit
@@ -34,7 +39,7 @@ def _code(w, SHIFT: tl.constexpr, KIND: tl.constexpr):
         byte = (w >> SHIFT) & 0xFF
         return (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     else:
-        return (((w >> SHIFT) & 15) + 64).to(tl.float16)
+        return (((w >> SHIFT) & 15) << (SHIFT % 8)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -111,18 +116,16 @@ def bytes4(w, KIND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def nibbles8(w, KIND: tl.constexpr, ASM: tl.constexpr):
-    """64 + q of each word's eight int4 codes: low nibbles of bytes 0, 2, 1, 3, then the high nibbles likewise."""
+    """Each word's eight int4 codes: low nibbles of bytes 0, 2, 1, 3 times 2^-24, then the high ones times 2^-20."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, t;
-            shl.b32 t, $8, 4;
-            lop3.b32 a, t, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, $8, 4;
-            lop3.b32 b, t, 0x00f000f0, 0x54005400, 0xea;
-            lop3.b32 c, $8, 0x00f000f0, 0x54005400, 0xea;
             shr.u32 t, $8, 8;
-            lop3.b32 d, t, 0x00f000f0, 0x54005400, 0xea;
+            and.b32 a, $8, 0x000f000f;
+            and.b32 b, t, 0x000f000f;
+            and.b32 c, $8, 0x00f000f0;
+            and.b32 d, t, 0x00f000f0;
             mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;
             }""",
             constraints="=h,=h,=h,=h,=h,=h,=h,=h,r",
@@ -210,21 +213,23 @@ def byte_pairs(u, v, KIND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def nibble_pairs(u, v, KIND: tl.constexpr, ASM: tl.constexpr):
-    """64 + q of two tokens' words side by side: u0, v0, ... u3, v3 of the low nibbles, then of the high nibbles."""
+    """Two tokens' codes side by side, u0, v0, ... u3, v3: low nibbles times 2^-24, then high ones times 2^-20."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 x, y, t, a, b, c, d, e, f, g, h;
+            .reg .b32 x, y, s, t, a, b, c, d, e, f, g, h;
             prmt.b32 x, $16, $17, 0x5410;
             prmt.b32 y, $16, $17, 0x7632;
-            shl.b32 t, x, 4; lop3.b32 a, t, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, x, 4; lop3.b32 b, t, 0x00f000f0, 0x54005400, 0xea;
-            lop3.b32 c, x, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, x, 8; lop3.b32 d, t, 0x00f000f0, 0x54005400, 0xea;
-            shl.b32 t, y, 4; lop3.b32 e, t, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, y, 4; lop3.b32 f, t, 0x00f000f0, 0x54005400, 0xea;
-            lop3.b32 g, y, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, y, 8; lop3.b32 h, t, 0x00f000f0, 0x54005400, 0xea;
+            shr.u32 s, x, 8;
+            shr.u32 t, y, 8;
+            and.b32 a, x, 0x000f000f;
+            and.b32 b, s, 0x000f000f;
+            and.b32 c, x, 0x00f000f0;
+            and.b32 d, s, 0x00f000f0;
+            and.b32 e, y, 0x000f000f;
+            and.b32 f, t, 0x000f000f;
+            and.b32 g, y, 0x00f000f0;
+            and.b32 h, t, 0x00f000f0;
             mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, e; mov.b32 {$6, $7}, f;
             mov.b32 {$8, $9}, c; mov.b32 {$10, $11}, d; mov.b32 {$12, $13}, g; mov.b32 {$14, $15}, h;
             }""",

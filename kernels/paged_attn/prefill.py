@@ -14,6 +14,7 @@ import torch
 import triton
 
 from qengine.kernels import turing
+from qengine.kernels.operator import operator
 
 from .cache import LayerCache, gather_kv
 from .prefill_kernel import paged_prefill_kernel
@@ -112,6 +113,7 @@ def run_prefill(
         BM=launch.bm,
         BN=launch.bn,
         KIND=kind,
+        OFFSETS=cache.key_offsets,
         LISTED=listed,
         SOFTCAP=softcap is not None,
         SLIDING=sliding_window is not None,
@@ -208,7 +210,7 @@ def paged_prefill_ref(
             out[rows] = part.to(out.dtype)
 
 
-@torch.library.custom_op("qengine::paged_prefill", mutates_args=("out",))
+@operator("qengine::paged_prefill", mutates_args=("out",))
 def _prefill(
     q: torch.Tensor,
     k: torch.Tensor,

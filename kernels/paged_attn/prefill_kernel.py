@@ -38,20 +38,24 @@ def _rows(r, start, tile, count, group, BM: tl.constexpr, PACK: tl.constexpr):
 def _keys(
     k_ptr, ks_ptr, bt_ptr, j, hi, stride, s_stride, D1: tl.constexpr, D2: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, O2: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    OFFSETS: tl.constexpr,
 ):  # fmt: skip
     # the tile that starts at j, or again the last one, as held and transposed
     j = tl.minimum(j, tl.maximum(hi - 1, 0) // BN * BN)
     block, place = places(bt_ptr, j, hi, BS, BN, True)
     ok = tl.full((BN,), True, tl.int1)
-    return fetch(k_ptr, ks_ptr, block, place, stride, s_stride, ok, 0, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, False)
+    return fetch(
+        k_ptr, ks_ptr, block, place, stride, s_stride, ok, 0, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS, False
+    )  # fmt: skip
 
 
 @triton.jit
 def _step(
     m, l, acc1, acc2, x1, x2, xs, xo, q1, q2, j, hi, pos, window, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr, stride,
     s_stride, c, cap, D1: tl.constexpr, D2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, O2: tl.constexpr,
-    BN: tl.constexpr, BS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, SOFTCAP: tl.constexpr,
-    SLIDING: tl.constexpr, MASKED: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
+    BN: tl.constexpr, BS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    OFFSETS: tl.constexpr, SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, MASKED: tl.constexpr,
+    PREFETCH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the rows' maxima m, sums l and weighted sums acc, and with PREFETCH the next tile of keys."""
     DTYPE: tl.constexpr = q1.dtype
@@ -61,20 +65,21 @@ def _step(
     if PREFETCH:
         # the values' way from memory is hidden by the first product, the next keys' by the second
         v1, v2, vs, vo = fetch(
-            v_ptr, vs_ptr, block, place, stride, s_stride, ok, 1, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, MASKED
+            v_ptr, vs_ptr, block, place, stride, s_stride, ok, 1, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, 1, MASKED
         )
-        k1, k2 = values(x1, x2, xs, xo, D2, DTYPE, KIND, ASM)
+        k1, k2 = values(x1, x2, xs, xo, D2, DTYPE, KIND, OFFSETS, ASM)
     else:
         y1, y2, ys, yo = fetch(
-            k_ptr, ks_ptr, block, place, stride, s_stride, ok, 0, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, False
-        )
-        k1, k2 = values(y1, y2, ys, yo, D2, DTYPE, KIND, ASM)
+            k_ptr, ks_ptr, block, place, stride, s_stride, ok, 0, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS,
+            False,
+        )  # fmt: skip
+        k1, k2 = values(y1, y2, ys, yo, D2, DTYPE, KIND, OFFSETS, ASM)
     s = _dot(q1, k1, tl.zeros((q1.shape[0], BN), tl.float32), ASM)
     if D2 > 0:
         s = _dot(q2, k2, s, ASM)
     if PREFETCH:
         x1, x2, xs, xo = _keys(
-            k_ptr, ks_ptr, bt_ptr, j + BN, hi, stride, s_stride, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND
+            k_ptr, ks_ptr, bt_ptr, j + BN, hi, stride, s_stride, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS
         )
     if SOFTCAP:
         # cap * tanh(s * scale / cap), by tanh(x) = 1 - 2 / (exp(2 x) + 1); c = 2 log2(e) scale / cap
@@ -95,9 +100,9 @@ def _step(
     l = l * shrink + tl.sum(p, 1)
     if not PREFETCH:
         v1, v2, vs, vo = fetch(
-            v_ptr, vs_ptr, block, place, stride, s_stride, ok, 1, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, MASKED
+            v_ptr, vs_ptr, block, place, stride, s_stride, ok, 1, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, 1, MASKED
         )
-    w1, w2 = values(v1, v2, vs, vo, D2, DTYPE, KIND, ASM)
+    w1, w2 = values(v1, v2, vs, vo, D2, DTYPE, KIND, 1, ASM)
     p = p.to(DTYPE)
     acc1 = _dot(p, w1, acc1 * shrink[:, None], ASM)
     if D2 > 0:
@@ -112,8 +117,9 @@ def _step(
 def paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr, len_ptr, start_ptr, tile_ptr, out_ptr, tiles, chunk, sq8, so8, sb16,
     s_stride, sbt, c, cap, window, GROUP: tl.constexpr, PACK: tl.constexpr, HEAD: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, LISTED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
+    D2: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, OFFSETS: tl.constexpr,
+    LISTED: tl.constexpr, SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile of out for one KV head's group of query heads, or for PACK of them.
 
@@ -124,8 +130,9 @@ def paged_prefill_kernel(
     place_of.
 
     c: scale * log2(e), or with SOFTCAP 2 log2(e) scale / cap; cap then is the cap * log2(e). KIND: "float" (the cache
-    holds q's dtype), "int8", "fp8" or "int4". SPLIT: keys that every row sees go without a mask, in their own loop.
-    PREFETCH: keys are loaded to registers a turn ahead, for cards without asynchronous copies.
+    holds q's dtype), "int8", "fp8" or "int4". OFFSETS: of an int4 key, 1 or 2. SPLIT: keys that every row sees go
+    without a mask, in their own loop. PREFETCH: keys are loaded to registers a turn ahead, for cards without
+    asynchronous copies.
     """
     tile, group = place_of(tl.program_id(0), tiles, chunk)
     ROWS: tl.constexpr = BM // PACK
@@ -155,11 +162,12 @@ def paged_prefill_kernel(
             return
     stride = sb16.to(tl.int64) * PER_ROW
     kv_head = group // (GROUP // PACK)
-    SCALES: tl.constexpr = 2 if KIND == "int4" else 1
+    KEY_SCALES: tl.constexpr = 2 * OFFSETS if KIND == "int4" else 1
+    VALUE_SCALES: tl.constexpr = 2 if KIND == "int4" else 1
     k_ptr += kv_head * (BS * WIDTH)
     v_ptr += kv_head * (BS * WIDTH)
-    ks_ptr += kv_head * (BS * SCALES)
-    vs_ptr += kv_head * (BS * SCALES)
+    ks_ptr += kv_head * (BS * KEY_SCALES)
+    vs_ptr += kv_head * (BS * VALUE_SCALES)
 
     r = tl.arange(0, BM)
     row, head, token, row_ok = _rows(r, start, tile, count, group, BM, PACK)
@@ -194,26 +202,27 @@ def paged_prefill_kernel(
     xo = q1
     if PREFETCH:
         x1, x2, xs, xo = _keys(
-            k_ptr, ks_ptr, bt_ptr, lo, hi, stride, s_stride, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND
+            k_ptr, ks_ptr, bt_ptr, lo, hi, stride, s_stride, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS
         )  # fmt: skip
     if SLIDING and SPLIT:
         for j in range(lo, tl.minimum(first, hi), BN):
             m, l, acc1, acc2, x1, x2, xs, xo = _step(
                 m, l, acc1, acc2, x1, x2, xs, xo, q1, q2, j, hi, pos, window, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr,
-                stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, SOFTCAP, SLIDING, True, PREFETCH,
-                ASM,
+                stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS, SOFTCAP, SLIDING, True,
+                PREFETCH, ASM,
             )  # fmt: skip
     if SPLIT:
         for j in range(first, full, BN):
             m, l, acc1, acc2, x1, x2, xs, xo = _step(
                 m, l, acc1, acc2, x1, x2, xs, xo, q1, q2, j, hi, pos, window, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr,
-                stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, SOFTCAP, SLIDING, False, PREFETCH,
-                ASM,
+                stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS, SOFTCAP, SLIDING, False,
+                PREFETCH, ASM,
             )  # fmt: skip
     for j in range(tl.maximum(first, full), hi, BN):
         m, l, acc1, acc2, x1, x2, xs, xo = _step(
             m, l, acc1, acc2, x1, x2, xs, xo, q1, q2, j, hi, pos, window, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr,
-            stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, SOFTCAP, SLIDING, True, PREFETCH, ASM,
+            stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS, SOFTCAP, SLIDING, True,
+            PREFETCH, ASM,
         )  # fmt: skip
 
     # a row that saw nothing (no keys at all) is 0; one that saw a NaN stays NaN

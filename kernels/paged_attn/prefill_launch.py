@@ -95,6 +95,9 @@ def pick_prefill(sm: int, head_dim: int, kind: Kind, group: int, max_query_len: 
         launch = replace(
             launch, bm=bm, warps=max(1, bm * launch.warps // launch.bm) if sm >= 80 else 8 if bm > 32 else 4
         )
+    if sm < 80 and launch.bm == 16 and parts(head_dim, kernel_kind(kind), launch.whole) == (64, 16):
+        # 64 keys would take more registers than there are
+        launch = replace(launch, bn=32)
     # few warps hold many registers of a tile that is loaded ahead
     ahead = launch.prefetch and launch.bm > 32
     return replace(launch, prefetch=ahead, pack=packing(group, launch.bm, max_query_len))

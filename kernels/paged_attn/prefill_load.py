@@ -38,8 +38,8 @@ def _halves8(x, s, ASM: tl.constexpr):
 
 
 @triton.jit
-def _halves4(x, s, o, ASM: tl.constexpr):
-    """(low, high) nibbles less 8, times the fp16 scales, plus the fp16 offsets, rounded once to fp16."""
+def _halves4(x, s, o, p, ASM: tl.constexpr):
+    """(low, high) nibbles less 8, times the fp16 scales, plus their fp16 offsets o and p, rounded once to fp16."""
     if ASM:
         # 1024 + q and 64 + q are exact in fp16: the nibble is in the low mantissa bits, or four bits up
         return tl.inline_asm_elementwise(
@@ -59,18 +59,18 @@ def _halves4(x, s, o, ASM: tl.constexpr):
             sub.f16x2 d, d, y;
             fma.rn.f16x2 $0, a, $5, $7;
             fma.rn.f16x2 $1, b, $6, $8;
-            fma.rn.f16x2 $2, c, $5, $7;
-            fma.rn.f16x2 $3, d, $6, $8;
+            fma.rn.f16x2 $2, c, $5, $9;
+            fma.rn.f16x2 $3, d, $6, $10;
             }""",
-            constraints="=r,=r,=r,=r,r,r,r,r,r",
-            args=[x, s, o],
+            constraints="=r,=r,=r,=r,r,r,r,r,r,r,r",
+            args=[x, s, o, p],
             dtype=(tl.float16, tl.float16),
             is_pure=False,
             pack=4,
         )
     else:
         low = ((x & 15).to(tl.float32) - 8.0) * s.to(tl.float32) + o.to(tl.float32)
-        high = ((x >> 4).to(tl.float32) - 8.0) * s.to(tl.float32) + o.to(tl.float32)
+        high = ((x >> 4).to(tl.float32) - 8.0) * s.to(tl.float32) + p.to(tl.float32)
         return low.to(tl.float16), high.to(tl.float16)
 
 
@@ -123,15 +123,16 @@ def places(bt_ptr, j, hi, BS: tl.constexpr, BN: tl.constexpr, MASKED: tl.constex
 def fetch(
     x_ptr, s_ptr, block, place, stride, s_stride, n_ok, AXIS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, O2: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, WIDTH: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr,
+    KIND: tl.constexpr, OFFSETS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values as they are held: (first part, second part, scales, offsets), unused ones repeated.
 
-    AXIS 0: parts are [D, BN]; 1: [BN, D]. block, place: see _places. stride, s_stride: elements between blocks.
+    An int4 tile is one part; with two OFFSETS those of the second half of a head come in place of the second.
+    AXIS 0: parts are [D, BN]; 1: [BN, D]. block, place: see `places`. stride, s_stride: elements between blocks.
     n_ok [BN]: with MASKED, the tokens to read; others are 0.
     """
     OTHER: tl.constexpr = 1 - AXIS
-    SCALES: tl.constexpr = 2 if KIND == "int4" else 1
+    SCALES: tl.constexpr = 2 * OFFSETS if KIND == "int4" else 1
     n_ok = tl.expand_dims(n_ok, AXIS)
     d1 = tl.expand_dims(tl.arange(0, D1), OTHER)
     if BS >= BN:
@@ -155,6 +156,8 @@ def fetch(
         o = s
         if KIND == "int4":
             o = _load(sp + 1, n_ok, n_ok, MASKED, False)
+            if OFFSETS == 2:
+                x2 = _load(sp + 2, n_ok, n_ok, MASKED, False)
     return x1, x2, s, o
 
 
@@ -171,21 +174,30 @@ def _scaled(x, s, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def values(x1, x2, s, o, D2: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """What _fetch brought, in DTYPE: (first part, second part)."""
+def values(
+    x1, x2, s, o, D2: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr
+):
+    """What `fetch` brought, in DTYPE: (first part, second part)."""
     if KIND == "float":
         return x1, x2
     elif KIND == "int4":
         # codes are taken less 8: they are then as small as they can be, and so is what their rounding loses
         o = o.to(tl.float32) + s.to(tl.float32) * 8.0
+        p = o
+        if OFFSETS == 2:
+            p = x2.to(tl.float32) + s.to(tl.float32) * 8.0
         if tl.float16 == DTYPE:
-            low, high = _halves4(
-                x1, tl.broadcast_to(s, x1.shape), tl.broadcast_to(o.to(tl.float16), x1.shape), ASM
-            )  # fmt: skip
+            o = tl.broadcast_to(o.to(tl.float16), x1.shape)
+            if OFFSETS == 2:
+                low, high = _halves4(
+                    x1, tl.broadcast_to(s, x1.shape), o, tl.broadcast_to(p.to(tl.float16), x1.shape), ASM
+                )  # fmt: skip
+            else:
+                low, high = _halves4(x1, tl.broadcast_to(s, x1.shape), o, o, ASM)
             return low, high
         else:
             low = ((x1 & 15).to(tl.float32) - 8.0) * s.to(tl.float32) + o
-            high = ((x1 >> 4).to(tl.float32) - 8.0) * s.to(tl.float32) + o
+            high = ((x1 >> 4).to(tl.float32) - 8.0) * s.to(tl.float32) + p
             return low.to(DTYPE), high.to(DTYPE)
     else:
         y1 = _scaled(x1, s, DTYPE, KIND, ASM)

@@ -17,7 +17,8 @@ half is fp16 1024 + zero point. There is a group for every column of every block
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,17 +63,12 @@ class W4A16Weight:
 
     def to(self, device: torch.device | str) -> W4A16Weight:
         """The same weight on another device."""
-        perm = None if self.perm is None else self.perm.to(device)
-        return W4A16Weight(
-            self.words.to(device),
-            self.scales_zeros.to(device),
-            perm,
-            self.n,
-            self.k,
-            self.bits,
-            self.group_size,
-            self.multiplier,
-        )
+        return self.map(lambda tensor: tensor.to(device))
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> W4A16Weight:
+        """The weight with each tensor changed."""
+        perm = None if self.perm is None else change(self.perm)
+        return replace(self, words=change(self.words), scales_zeros=change(self.scales_zeros), perm=perm)
 
     @staticmethod
     def pack(

@@ -7,8 +7,11 @@ workspace a (device, stream), made on first use. Call `reserve` before capturing
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 import triton
@@ -27,7 +30,9 @@ SPACE_BYTES = 32 << 20
 LARGE_SPACE_BYTES = 256 << 20
 LARGE_CARD_BYTES = 30 << 30
 TILES = 1 << 16
-_workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+Spaces = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+_workspaces: Spaces = {}
+_separate: ContextVar[Spaces | None] = ContextVar("qengine_other_workspaces", default=None)
 _sparing: set[int] = set()
 
 
@@ -35,12 +40,14 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(bytes uint8, locks int32 all 0) of the device's current stream."""
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (index, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _workspaces:
-        _workspaces[key] = (
+    separate = _separate.get()
+    spaces = _workspaces if separate is None else separate
+    if key not in spaces:
+        spaces[key] = (
             torch.empty(_space_bytes(index), dtype=torch.uint8, device=device),
             torch.zeros(TILES, dtype=torch.int32, device=device),
         )
-    return _workspaces[key]
+    return spaces[key]
 
 
 def _space_bytes(index: int) -> int:
@@ -60,6 +67,16 @@ def release(device: torch.device) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     for key in [key for key in _workspaces if key[0] == index]:
         del _workspaces[key]
+
+
+@contextlib.contextmanager
+def other_workspaces() -> Iterator[None]:
+    """Within, this thread's workspaces are others than outside, and are dropped at the end: a dry run's."""
+    token = _separate.set({})
+    try:
+        yield
+    finally:
+        _separate.reset(token)
 
 
 def reserve(device: torch.device | str, stream: torch.cuda.Stream | None = None) -> int:

@@ -16,14 +16,15 @@ from qengine.layers.rope import Rotary
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """The sequences of one step; those with a single new token come first, and so do their tokens.
+    """The sequences of one step; those with a single new token have the first rows, and the first tokens.
 
     block_tables: int32 [S, MB], entries beyond a sequence's blocks are not read. seq_lens: int32 [S], tokens cached
     after the step; 0 for a row that only fills up a CUDA graph. slots: int64 [T], block * block_size + offset of each
-    new token; negative ones are not written. decode_rows: leading sequences with one new token. query_starts: int32
-    [P + 1], where each of the other sequences' tokens begin, counted from the first of them; None without any.
-    max_query_len, max_seq_len: no query or sequence is longer. lengths: int64 [T], the length that each token's rotary
-    embedding goes by, for models that want it.
+    new token; negative ones are not written. decode_rows: leading rows, which are for one new token each: the tokens
+    of the same number. Where these are more than there are such sequences, the rest have length 0, and their tokens may
+    be those of other sequences. query_starts: int32 [P + 1], where the tokens of each sequence of the other rows begin,
+    and those of the last one end; None without any. max_query_len, max_seq_len: no query or sequence is longer.
+    lengths: int64 [T], the length that each token's rotary embedding goes by, for models that want it.
     """
 
     block_tables: torch.Tensor
@@ -69,7 +70,7 @@ class DeviceContext:
                 cache,
                 batch.block_tables[:rows],
                 batch.seq_lens[:rows],
-                out[:rows],
+                out[:rows],  # rows of length 0 become 0, and then what prefill makes of them
                 max_seq_len=batch.max_seq_len,
                 scale=shape.scale,
                 softcap=shape.softcap,
@@ -77,12 +78,12 @@ class DeviceContext:
             )
         if batch.query_starts is not None:
             paged_prefill(
-                q[rows:],
+                q,
                 cache,
                 batch.block_tables[rows:],
                 batch.seq_lens[rows:],
                 batch.query_starts,
-                out[rows:],
+                out,
                 max_query_len=batch.max_query_len,
                 scale=shape.scale,
                 softcap=shape.softcap,

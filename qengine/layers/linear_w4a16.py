@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qengine.layers.kept_memory import keep
 from qengine.layers.linear_impl import LinearCase, LinearImpl, size_of
 from qengine.quant import LinearWeight, QuantizedWeight
 
@@ -39,7 +40,7 @@ class FusedLinear(LinearImpl):
         assert isinstance(weight, QuantizedWeight), "why_not refuses plain weights"
         self.shape = weight.shape
         self.bias = None if weight.bias is None else weight.bias.to(device, dtype)
-        self._weight = W4A16Weight.pack(
+        packed = W4A16Weight.pack(
             weight.q,
             weight.scales,
             weight.zeros,
@@ -49,6 +50,7 @@ class FusedLinear(LinearImpl):
             device,
             dtype,
         )
+        self._weight = packed.map(keep)
         self._run = w4a16_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -47,14 +47,17 @@ class Attention:
             head_norm,
         )
 
-    def __call__(self, x: torch.Tensor, rotary: Rotary | None, attn: AttentionContext) -> torch.Tensor:
-        """X [T, H], normed -> [T, H]."""
+    def __call__(
+        self, x: torch.Tensor, rotary: Rotary | None, attn: AttentionContext, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """X [T, H], normed -> [T, H], or [R, H] where only `rows`, int64 [R], are wanted."""
         qkv = self.inputs[0](x) if len(self.inputs) == 1 else torch.cat([linear(x) for linear in self.inputs], dim=-1)
         if self.full_norms is not None:
             kv = self.shape.kv_heads * self.shape.head_dim
             q, k, v = qkv.split([self.shape.heads * self.shape.head_dim, kv, kv], dim=-1)
             qkv = torch.cat((self.full_norms[0](q), self.full_norms[1](k), v), dim=-1)
-        return self.output(attn.attend_joined(self.index, qkv, rotary, self.shape))
+        out = attn.attend_joined(self.index, qkv, rotary, self.shape)
+        return self.output(out if rows is None else out.index_select(0, rows))
 
 
 class MLP:
@@ -113,12 +116,22 @@ class DecoderLayer:
         return self.rope.rotary(positions, lengths, self.dtype)
 
     def forward(
-        self, hidden: torch.Tensor, pending: Pending | None, rotary: Rotary | None, attn: AttentionContext
+        self,
+        hidden: torch.Tensor,
+        pending: Pending | None,
+        rotary: Rotary | None,
+        attn: AttentionContext,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Pending]:
-        """(hidden, what is still to be added to it) after this layer; the same two come from the layer before."""
+        """(hidden, what is still to be added to it) after this layer; the same two come from the layer before.
+
+        rows: int64 [R], the tokens that are wanted; keys and values are kept of all. None: every one.
+        """
         attention_in, attention_out, mlp_in, mlp_out = self.norms
         hidden, x = add_and_norm(hidden, pending, attention_in)
-        mixed = self.attention(x, rotary, attn)
+        mixed = self.attention(x, rotary, attn, rows)
+        if rows is not None:
+            hidden, x = hidden.index_select(0, rows), x.index_select(0, rows)
         if self.parallel:
             return hidden + mixed, Pending(self.mlp(x))
         hidden, x = add_and_norm(hidden, Pending(mixed, attention_out), mlp_in)
@@ -136,7 +149,12 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A whole model on one device. dtype: of the sublayers and of the final hidden states."""
+    """A whole model on one device. dtype: of the sublayers and of the final hidden states.
+
+    memory: the pool that the weights were allocated from, which has to live as long as they do; None on a CPU.
+    """
+
+    memory: torch.cuda.MemPool | None = None
 
     def __init__(
         self,
@@ -160,16 +178,26 @@ class Decoder:
         """int64 [T] -> [T, H], scaled, in the residual stream's dtype."""
         return self.embedding(input_ids)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionContext) -> torch.Tensor:
-        """Token ids and positions, int64 [T] -> hidden states [T, H] after the final norm."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: AttentionContext,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids and positions, int64 [T] -> hidden states [T, H] after the final norm.
+
+        rows: int64 [R], the tokens whose hidden states [R, H] are wanted: the last layer computes no others.
+        """
         hidden = self.embedding(input_ids)
         pending: Pending | None = None
         angles: dict[int, Rotary | None] = {}
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             key = id(layer.rope)
             if key not in angles:
                 angles[key] = layer.rotary(positions, attn)
-            hidden, pending = layer.forward(hidden, pending, angles[key], attn)
+            wanted = rows if index + 1 == len(self.layers) else None
+            hidden, pending = layer.forward(hidden, pending, angles[key], attn, wanted)
         return add_and_norm(hidden, pending, self.norm)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

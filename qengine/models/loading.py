@@ -14,6 +14,7 @@ from qengine.layers.activation import gated_activation
 from qengine.layers.embedding import Embedding
 from qengine.layers.int8_weight import quantize_int8
 from qengine.layers.join import fold_order, join_weights
+from qengine.layers.kept_memory import collect_kept, memory_pool
 from qengine.layers.linear import Linear, Split
 from qengine.layers.norm import HeadNorm, LayerNorm, Norm, RMSNorm
 from qengine.layers.rope import Rope, RopeSpec
@@ -40,8 +41,11 @@ def load_model(
     device: torch.device | str,
     placement: Placement | None = None,
     progress: Callable[[int, int], None] | None = None,
+    watch: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """The checkpoint's model on `device`, computing in `dtype`. progress(done, total) is called after each layer.
+
+    watch: called with the model after each layer too, when it has all but the layers that are still to come.
 
     Everything is checked before memory is taken. Raises CheckpointError and UnsupportedError, with the layer's name.
     """
@@ -50,14 +54,20 @@ def load_model(
     source.check()
     check_weights(source, spec)
     loader = _Loader(source, spec, dtype, torch.device(device))
-    layers = []
-    for index in range(spec.num_layers):
-        layers.append(loader.layer(index, fuse=True))
-        if progress is not None:
-            progress(index + 1, spec.num_layers)
-    norm = loader.norm(f"{spec.prefix}norm")
-    head, embedding = loader.head_and_embedding(placement or Placement())
-    return Decoder(spec, dtype, loader.device, embedding, layers, norm, head)
+    memory = memory_pool(loader.device)
+    with collect_kept(memory):
+        # first, while there is most room: to quantize the head takes it a second time
+        head, embedding = loader.head_and_embedding(placement or Placement())
+        norm = loader.norm(f"{spec.prefix}norm")
+        model = Decoder(spec, dtype, loader.device, embedding, [], norm, head)
+        model.memory = memory
+        for index in range(spec.num_layers):
+            model.layers.append(loader.layer(index, fuse=True))
+            if progress is not None:
+                progress(index + 1, spec.num_layers)
+            if watch is not None:
+                watch(model)
+    return model
 
 
 def load_layer(
@@ -71,6 +81,19 @@ def load_layer(
 ) -> DecoderLayer:
     """Layer `index` alone. fuse: join linears that read the same input; without it `linears()` has each by its name."""
     return _Loader(source, spec, dtype, torch.device(device)).layer(index, fuse)
+
+
+def load_final_norm(source: WeightSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Norm:
+    """The norm before the output head."""
+    return _Loader(source, spec, dtype, device).norm(f"{spec.prefix}norm")
+
+
+def load_ends(
+    source: WeightSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> tuple[Embedding, Norm, Linear]:
+    """What is before and after the layers: embedding, final norm, output head."""
+    head, embedding = _Loader(source, spec, dtype, device).head_and_embedding(Placement())
+    return embedding, load_final_norm(source, spec, dtype, device), head
 
 
 def check_weights(source: WeightSource, spec: ModelSpec) -> None:

@@ -26,7 +26,7 @@ DIMS = [64, 80, 96, 112, 128, 192, 256]
 @pytest.mark.parametrize("size", [8, 40, 64, 80, 256])
 def test_parts_of_a_block_are_aligned_and_do_not_overlap(kind, size):
     for heads, block in ((1, 8), (3, 16), (8, 1024)):
-        layout = BlockLayout(kind, heads, size, block)
+        layout = BlockLayout(kind, heads, size, block, 1)
         at = 0
         for start, nbytes in layout.parts:
             assert start % 16 == 0
@@ -40,7 +40,7 @@ def test_parts_of_a_block_are_aligned_and_do_not_overlap(kind, size):
         assert exact <= layout.block_bytes < exact + 64
         assert KVPool.bytes_per_block(5, layout) == 5 * layout.block_bytes
         if kind == "int4":
-            more = BlockLayout(kind, heads, size, block, 2).block_bytes - layout.block_bytes
+            more = BlockLayout(kind, heads, size, block).block_bytes - layout.block_bytes
             assert abs(more - 4 * heads * block) <= 16
 
 

@@ -35,6 +35,8 @@ CASES = [
     *[Case(k, 128, (28, 4), t, rotary=128, angles=HALF, block_size=64) for k in KINDS for t in (1, 64, 1000)],
     *[Case(k, 64, (9, 3), 130, dtype=d, rotary=48) for k in KINDS for d in DTYPES[1:]],
     *[Case("int4", d, (6, 2), 37, rotary=d, norm="rms", angles=HALF, offsets=2) for d in DIMS],
+    *[Case("int4", 128, (28, 4), t, rotary=128, angles=HALF, block_size=64, offsets=2) for t in (1, 64, 1000)],
+    *[Case("int4", 64, (9, 3), 130, dtype=d, rotary=48, offsets=2) for d in DTYPES[1:]],
     *[Case("int8", 128, (8, 8), 17, block_size=b, padding=False) for b in (8, 128, 1024)],
     Case("int8", 24, (5, 5), 19, rotary=8, norm="rms", weights=HALF),
     Case("float16", 40, (5, 1), 19, rotary=40),

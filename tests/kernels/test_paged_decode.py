@@ -84,16 +84,27 @@ def test_every_head_has_a_program_and_every_program_room(rows: int, longest: int
     shape = DecodeShape("float16", 128, 7, 16)
     launch = pick_decode(shape, rows, longest, 90)
     heads = rows * kv_heads
-    count = programs(launch, shape, kv_heads, rows, longest, 132, 60000)
-    assert count % heads == 0
-    assert count <= 60000
+    count, shares = programs(launch, shape, kv_heads, rows, longest, 132, 60000)
+    assert shares % heads == 0
+    assert shares <= count <= 60000
     assert count <= heads * max(1, -(-longest // (launch.tile * launch.min_tiles)))
-    assert programs(launch, shape, kv_heads, rows, longest, 132, heads) == heads
+    assert programs(launch, shape, kv_heads, rows, longest, 132, heads) == (heads, heads)
     if heads < 132 and longest == 131072:
         assert count > 132 * launch.per_sm - heads, "a card that could be full is"
     assert part_floats(shape) >= shape.rows * shape.padded
 
 
+def test_a_long_sequence_among_many_has_programs_to_be_cut() -> None:
+    shape = DecodeShape("float16", 128, 1, 32)
+    launch = pick_decode(shape, 64, 32768, 90)
+    count, shares = programs(launch, shape, 32, 64, 32768, 132, 60000)
+    tiles = [-(-n // launch.tile) for n in (32768, 16384, *[2048] * 6, *[512] * 56)]
+    size = -(-sum(tiles) * 32 // shares)
+    while sum(-(-t // size) for t in tiles) * 32 > count:
+        size += size // 4 + 1
+    assert size * 10 < tiles[0], "the kernel cuts it in more than ten pieces"
+
+
 def test_splits_can_be_given() -> None:
     shape = DecodeShape("int8", 128, 1, 16)
-    assert programs(DecodeLaunch(), shape, 8, 2, 8192, 132, 10**6, num_splits=5) == 80
+    assert programs(DecodeLaunch(), shape, 8, 2, 8192, 132, 10**6, num_splits=5) == (80, 80)

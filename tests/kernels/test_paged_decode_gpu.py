@@ -28,6 +28,9 @@ CASES = [
     *[Case(SHORT, k, 64, 6, 3, b) for k, b in (("float16", 8), ("float16", 1024), ("int8", 8), ("int4", 128))],
     *[Case((100, 900, 5), k, 128, 8, 2, 32, 30.0, 77) for k in ("float16", "int4")],
     *[Case(MIXED, k, 128, 8, 2, 32) for k in ("float16", "int8", "int4")],
+    *[Case(SHORT, "int4", d, h, k, offsets=2) for d, h, k in ((32, 14, 2), (80, 14, 2), (128, 28, 4), (256, 14, 2))],
+    Case((100, 900, 5), "int4", 128, 8, 2, 32, 30.0, 77, offsets=2),
+    Case(MIXED, "int4", 128, 40, 2, 32, offsets=2),
     *[Case(SHORT, k, 128, 8, 2, dtype=d) for d in BF16 for k in ("bfloat16", "int8")],
 ]
 MORE = [
@@ -36,17 +39,24 @@ MORE = [
     *[Case(SHORT, k, d, 14, 2) for k in ("int8", "int4", "fp8") for d in (32, 64, 80, 96, 128, 112, 192, 256)],
     *[Case(SHORT, k, 64, 6, 3, b) for k in ("float16", "int8", "int4") for b in (8, 32, 64, 128, 1024)],
     *[Case((100, 900, 5), k, 128, 8, 2, 32, c, w) for k in ("float16", "int4") for c in (None, 30.0) for w in (1, 77)],
+    *[Case(SHORT, "int4", d, h, 2, offsets=2) for d in (64, 96, 112, 192) for h in (2, 32)],
+    *[Case(SHORT, "int4", 64, 6, 3, b, offsets=2) for b in (8, 32, 64, 128, 1024)],
+    *[Case(SHORT, "int4", 128, 8, 2, dtype=d, offsets=2) for d in BF16],
     Case((131072, 5), "float16", 64, 2, 1, 64),
+    Case((131072, 5), "int4", 64, 2, 1, 64, offsets=2),
+    Case((9000, *[40] * 300), "int4", 64, 4, 4, 32, offsets=2),
     *[Case(SHORT, k, 128, 8, 2, dtype=d) for d in BF16 for k in ("int4", "fp8")],
     *[Case(SHORT, "bfloat16", d, 8, 2, dtype=t) for t in BF16 for d in (64, 256)],
 ]
-LAUNCHES = [
+LAUNCHES: list[tuple[str, DecodeLaunch]] = [
     ("float16", DecodeLaunch(1, 16, 0, 1, 1)),
     ("float16", DecodeLaunch(4, 32, 2, 2, 1, skip=True)),
     ("float16", DecodeLaunch(8, 16, 1, 1, 2)),
     ("int8", DecodeLaunch(2, 32, 3, 3, 1)),
     ("int4", DecodeLaunch(1, 16, 0, 1, 1)),
     ("int4", DecodeLaunch(4, 64, 3, 3, 3, skip=True)),
+    *[(k, DecodeLaunch(w, 32, f, 4, skip=True, ahead=True)) for k, w, f in (("float16", 1, 2), ("int8", 2, 1))],
+    *[("int4", DecodeLaunch(w, t, f, 4, skip=True, ahead=True)) for w, t, f in ((1, 64, 2), (2, 16, 0))],
 ]
 
 
@@ -72,7 +82,8 @@ def test_chosen_launch_matches_the_reference(case: Case) -> None:
     ("kind", "launch"), LAUNCHES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, dataclasses.astuple(v)))
 )
 def test_every_launch_writes_all_rows_and_no_others(kind: str, launch: DecodeLaunch) -> None:
-    case = Case((1, 0, 500, 33, 2100), kind, 128, 14, 2, 16)  # type: ignore[arg-type]
+    offsets = 2 if kind == "int4" else 1
+    case = Case((1, 0, 500, 33, 2100), kind, 128, 14, 2, 16, offsets=offsets)  # type: ignore[arg-type]
     step = decode_cases.make(case, "cuda")
     wide = torch.full((len(case.lens), 15, 128), float("nan"), dtype=case.dtype, device="cuda")
     out = wide[:, :14]
@@ -118,6 +129,18 @@ def test_a_captured_step_follows_the_lengths() -> None:
             exact = paged_decode_ref(step.q, step.cache, step.tables, lens, **case.options)
             assert decode_cases.error(out, exact) < limit(case)
         stream.synchronize()
+
+
+def test_large_and_small_queries_lose_nothing_with_int4() -> None:
+    # codes are subnormal numbers to the tensor cores, and so may their products be
+    case = Case((700, 64, 3), "int4", 128, 14, 2, 32, offsets=2)
+    for size in (2.0**-9, 2.0**9):
+        step = decode_cases.make(case, "cuda")
+        q = step.q * size
+        exact = paged_decode_ref(q, step.cache, step.tables, step.lens, **case.options)
+        out = torch.empty_like(q)
+        paged_decode(q, step.cache, step.tables, step.lens, out, max_seq_len=700, **case.options)
+        assert decode_cases.error(out, exact) < limit(case) * (1 if size < 1 else 8)
 
 
 def test_the_accuracy_of_float16() -> None:

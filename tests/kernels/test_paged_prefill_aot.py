@@ -8,18 +8,23 @@ from qengine.kernels import turing
 from qengine.kernels.paged_attn.aot_prefill import compile_hopper, inspect_prefill
 from qengine.kernels.paged_attn.prefill_launch import PrefillLaunch, pick_prefill
 
+TWO = "int4, two key offsets"
 SIZES = (64, 80, 96, 112, 128, 192, 256)
 FEW = [
     *[(size, "float16", size in (64, 256)) for size in SIZES],
     *[(size, kind, False) for size, kind in ((128, "int8"), (128, "int4"), (256, "int8"), (80, "int4"))],
+    *[(size, TWO, options) for size, options in ((64, True), (128, False), (256, False))],
 ]
-ALL = list(itertools.product(SIZES, ("float16", "int8", "int4"), (False, True)))
+ALL = list(itertools.product(SIZES, ("float16", "int8", "int4", TWO), (False, True)))
 
 
 def check_turing(size: int, kind: str, options: bool, query_len: int = 2048) -> None:
-    launch = pick_prefill(75, size, kind, 7, query_len)
-    name = "float" if kind == "float16" else kind
-    code, shared = inspect_prefill(launch, 75, size, kind=name, softcap=options, sliding=options)
+    name, offsets = kind.split(",")[0], 2 if kind == TWO else 1
+    launch = pick_prefill(75, size, name, 7, query_len)
+    code, shared = inspect_prefill(
+        launch, 75, size, kind="float" if name == "float16" else name, key_offsets=offsets, softcap=options,
+        sliding=options,
+    )  # fmt: skip
     assert code.stack == 0, f"{code.stack} bytes of stack"
     assert shared <= 65536
     for loop in code.loops:

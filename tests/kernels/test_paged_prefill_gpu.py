@@ -28,7 +28,10 @@ CASES = [
     *[Case(head_dim=128, lens=RAGGED, block_size=b) for b in (8, 64, 256, 1024)],
     *[Case(heads=h, kv_heads=k, head_dim=128, lens=RAGGED) for h, k in ((28, 4), (8, 8), (48, 2))],
     *[Case(kind="int8", head_dim=d, lens=RAGGED) for d in (64, 80, 128, 256)],
-    *[Case(kind="int4", head_dim=d, lens=RAGGED) for d in (64, 112, 128, 192)],
+    *[Case(kind="int4", head_dim=d, lens=RAGGED, offsets=o) for d in (64, 112, 128, 192) for o in (1, 2)],
+    *[Case(kind="int4", head_dim=d, lens=RAGGED, offsets=2) for d in (80, 256)],
+    Case(kind="int4", heads=28, kv_heads=4, head_dim=128, lens=RAGGED, window=90, softcap=20.0, offsets=2),
+    *[Case(kind="int4", lens=((n, c),), head_dim=128, heads=8, offsets=2) for n, c in ((1, 300), (2, 0), (700, 500))],
     *[Case(kind=k, head_dim=128, lens=RAGGED, block_size=b, window=90) for k, b in (("int8", 8), ("int4", 256))],
     *[
         Case(lens=((n, c),), head_dim=128, heads=8)
@@ -40,6 +43,7 @@ CASES = [
 if not TURING:
     CASES += [Case(kind="bfloat16", dtype=BF16, head_dim=d, lens=RAGGED) for d in (80, 128)]
     CASES += [Case(kind=k, dtype=BF16, head_dim=128, lens=RAGGED) for k in ("int8", "int4")]
+    CASES += [Case(kind="int4", dtype=BF16, head_dim=128, lens=RAGGED, offsets=2)]
 if SM >= 89:
     CASES += [Case(kind="fp8", head_dim=d, lens=RAGGED) for d in (64, 192)]
     CASES += [Case(kind="fp8", dtype=BF16, head_dim=128, lens=RAGGED)]
@@ -74,7 +78,7 @@ LAUNCHES = [
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda v: "-".join(str(x) for x in dataclasses.astuple(v)))
 @pytest.mark.parametrize("kind", ["float16", "int4"])
 def test_every_kind_of_launch_matches_float32(launch: PrefillLaunch, kind: str) -> None:
-    case = Case(heads=12, kind=kind, lens=RAGGED, window=70 if kind == "int4" else None)
+    case = Case(heads=12, kind=kind, lens=RAGGED, window=70 if kind == "int4" else None, offsets=1 + (kind == "int4"))
     step = prefill_cases.make(case, "cuda")
     run_prefill(
         step.q, step.cache, step.block_tables, step.seq_lens, step.query_starts, step.out, launch,
