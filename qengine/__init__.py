@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from qengine.llm import LLM
     from qengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
     from qengine.sampling_params import SamplingParams
+    from qengine.structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StreamDelta",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -35,6 +38,8 @@ _HOMES = {
     "QueueFullError": "qengine.async_llm",
     "RequestOutputKind": "qengine.async_llm",
     "SamplingParams": "qengine.sampling_params",
+    "StructuredOutputs": "qengine.structured_outputs",
+    "StructuredOutputsParams": "qengine.structured_outputs",
     "CompletionOutput": "qengine.outputs",
     "Logprob": "qengine.outputs",
     "RequestOutput": "qengine.outputs",

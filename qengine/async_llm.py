@@ -23,6 +23,7 @@ from qengine.engine.async_stream import RequestOutputKind, RequestStream
 from qengine.engine.async_worker import EngineWorker
 from qengine.engine.engine import Engine
 from qengine.engine.prompts import Prompt, encode, read_prompt, render_chat, split_conversations, split_prompts
+from qengine.engine.stats import EngineStats
 from qengine.errors import ConfigError, QEngineError, RequestError
 from qengine.llm import LLM
 from qengine.outputs import RequestOutput
@@ -139,6 +140,11 @@ class AsyncLLM:
         """Why no request is taken; `__cause__` is the failure."""
         return EngineDeadError("this AsyncLLM was not started") if self._worker is None else self._worker.error()
 
+    async def wait_closed(self) -> None:
+        """Return once the engine's thread has ended: it was closed, or it has failed (see `errored`)."""
+        if self._worker is not None:
+            await asyncio.shield(asyncio.wrap_future(self._worker.closed))
+
     async def check_health(self, timeout: float = 30.0) -> None:
         """Return if the engine's thread answers between two steps within `timeout` seconds.
 
@@ -162,15 +168,18 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields a RequestOutput whenever there is news, the last one with `finished` set.
 
-        prompt: as for `LLM.generate`. sampling_params: None for the model's defaults. request_id: a label for `abort`;
-        two requests may share one. priority: lower is served first. output_kind: all so far (the default), what is new
-        since the last output, or the result alone. A slow consumer gets several steps in one output.
+        prompt: as for `LLM.generate`, or a `Prompt` whose token ids are known. sampling_params: None for the model's
+        defaults. request_id: a label for `abort`; two requests may share one. priority: lower is served first.
+        output_kind: all so far (the default), what is new since the last output, or the result alone. A slow consumer
+        gets several steps in one output.
 
         Closing the generator, or cancelling the task that iterates it, ends the request: its blocks are free before
         the next step. Raises RequestError (this request only), QueueFullError, EngineDeadError.
         """
 
         async def read() -> Prompt:
+            if isinstance(prompt, Prompt):
+                return prompt
             items = split_prompts(prompt)
             if len(items) != 1:
                 raise RequestError(f"generate takes one prompt, got {len(items)}; call it once for each, concurrently")
@@ -225,6 +234,11 @@ class AsyncLLM:
     def num_open_requests(self) -> int:
         """Requests whose generators are in use."""
         return sum(len(streams) for streams in self._streams.values())
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The engine's counts after one of its last steps, at once; None before the model is loaded."""
+        return None if self._worker is None else self._worker.stats
 
     # The model
 

@@ -50,6 +50,10 @@ def _boolean(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed; give True or False")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _dtype_name(value: Any) -> str:
     """`value` ("fp16", "bfloat16", torch.float32, ...) as "auto", "float16", "bfloat16" or "float32"."""
     name = str(value).removeprefix("torch.")
@@ -209,11 +213,14 @@ class SchedulerConfig:
 class DeviceConfig:
     """Where it runs. device: "auto" (cuda if there, else cpu), "cpu", "cuda" or "cuda:N".
 
-    enforce_eager: never use CUDA graphs: a little less memory, slower small batches.
+    enforce_eager: never use CUDA graphs: a little less memory, slower small batches. compile_workers: processes that
+    compile a GPU's kernels ahead while the model loads, where Triton's cache lacks them; "auto" is one a processor, as
+    many as fit half of the free CPU memory, at most 16; 0: each kernel is compiled when it is first launched.
     """
 
     device: str = "auto"
     enforce_eager: bool = False
+    compile_workers: int | str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
 
@@ -223,11 +230,41 @@ class DeviceConfig:
         if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
             raise ConfigError(f"device={self.device!r} is not allowed; give 'auto', 'cpu', 'cuda' or 'cuda:N'")
         _boolean("enforce_eager", self.enforce_eager)
+        if self.compile_workers != "auto":
+            if isinstance(self.compile_workers, str):
+                raise ConfigError(f"compile_workers={self.compile_workers!r} is not allowed; give 'auto' or a number")
+            _integer("compile_workers", self.compile_workers, 0, 256)
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             _integer(name, value, 1)
             if value > 1:
                 raise ConfigError(f"{name}={value} is not supported by this version, which runs on one device; give 1")
+
+
+@dataclass(frozen=True)
+class StructuredConfig:
+    """Structured output: how much of it is allowed and kept.
+
+    structured_outputs_max_bytes: longest schema, regex, grammar or list of choices of a request, in bytes of UTF-8.
+    structured_outputs_cache_mib: memory for compiled ones, of which those not used for longest are dropped.
+    structured_outputs_threads: threads that compile, beside the engine's. structured_outputs_timeout: seconds that a
+    request waits for that at most.
+    """
+
+    structured_outputs_max_bytes: int = 65536
+    structured_outputs_cache_mib: float = 256
+    structured_outputs_threads: int = 2
+    structured_outputs_timeout: float = 60
+
+    def __post_init__(self) -> None:
+        _integer("structured_outputs_max_bytes", self.structured_outputs_max_bytes, 1)
+        _integer("structured_outputs_threads", self.structured_outputs_threads, 1, 64)
+        size = self.structured_outputs_cache_mib
+        if not _is_number(size) or size < 0:
+            raise ConfigError(f"structured_outputs_cache_mib={size!r} is not allowed; give MiB, 0 or more")
+        limit = self.structured_outputs_timeout
+        if not _is_number(limit) or limit <= 0:
+            raise ConfigError(f"structured_outputs_timeout={limit!r} is not allowed; give seconds, more than 0")
 
 
 @dataclass(frozen=True)
@@ -238,6 +275,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     device: DeviceConfig
+    structured: StructuredConfig
 
     @classmethod
     def from_kwargs(cls, **settings: Any) -> EngineConfig:
@@ -245,7 +283,13 @@ class EngineConfig:
 
         None means the default where the setting has no None of its own.
         """
-        kinds = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
+        kinds = {
+            "model": ModelConfig,
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "device": DeviceConfig,
+            "structured": StructuredConfig,
+        }
         owner = {f.name: (key, f) for key, kind in kinds.items() for f in fields(kind)}
         sorted_settings: dict[str, dict[str, Any]] = {key: {} for key in kinds}
         for name, value in settings.items():
@@ -259,12 +303,8 @@ class EngineConfig:
 
 def all_defaults() -> dict[str, Any]:
     """Setting -> default, for a command line."""
-    kinds = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig)
+    kinds = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, StructuredConfig)
     return {item.name: item.default for kind in kinds for item in fields(kind) if item.name != "model"}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _unknown(name: str, known: list[str]) -> str:

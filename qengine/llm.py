@@ -71,6 +71,7 @@ class LLM:
         self._generation_config = loaded.generation_config
         self._model: Decoder | None = loaded.model
         self.memory = loaded.memory
+        self.block_bytes = loaded.block_bytes
 
     @property
     def engine(self) -> Engine:
@@ -85,18 +86,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results in the prompts' order.
 
         prompts: a string, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids} (both with an optional
         "cache_salt"), or a list of these in any mixture. sampling_params: one for all, a list with one for each, or
-        None for the model's defaults. use_tqdm: a progress bar on stderr, if that is a terminal.
+        None for the model's defaults. use_tqdm: a progress bar on stderr, if that is a terminal. priority: lower is
+        served first, where scheduling_policy="priority"; one for all, or a list with one for each prompt.
 
         Raises RequestError, before any work, that names the first prompt that cannot be served.
         """
         items = split_prompts(prompts)
         params = self._params_for(sampling_params, len(items))
-        return self._run(lambda index: read_prompt(items[index], self._tokenizer), params, use_tqdm)
+        return self._run(lambda index: read_prompt(items[index], self._tokenizer), params, use_tqdm, priority)
 
     def chat(
         self,
@@ -109,12 +112,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them: messages are {"role": ..., "content": ...}.
 
         chat_template: Jinja text instead of the model's own. continue_final_message: the last message is the
-        beginning of the answer (set add_generation_prompt=False). Raises RequestError, as for a model without a
-        template.
+        beginning of the answer (set add_generation_prompt=False). priority: see `generate`. Raises RequestError, as for
+        a model without a template.
         """
         conversations = split_conversations(messages)
         params = self._params_for(sampling_params, len(conversations))
@@ -131,7 +135,7 @@ class LLM:
             )
             return Prompt(encode(text, self._tokenizer, add_special_tokens=False), text)
 
-        return self._run(prompt, params, use_tqdm)
+        return self._run(prompt, params, use_tqdm, priority)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Complete one prompt, yielding what each step adds. Closing the iterator aborts the request.
@@ -188,6 +192,11 @@ class LLM:
         return perplexity(model, ids, seq_len, max_windows=max_windows)
 
     @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._loaded_model().device
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take in memory."""
         return self._loaded_model().memory_bytes()
@@ -227,29 +236,45 @@ class LLM:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one, or one for each prompt")
         return list(given)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, streamed: bool) -> Request:
+    def _priorities_for(self, given: int | Sequence[int] | None, count: int) -> list[int]:
+        """One priority for each of `count` prompts; what they may be is checked with the request."""
+        if not isinstance(given, (list, tuple)):
+            return [0 if given is None else given] * count  # type: ignore[list-item]
+        if len(given) != count:
+            raise RequestError(f"{len(given)} priorities for {count} prompts; give one, or one for each prompt")
+        return list(given)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, streamed: bool, priority: int = 0) -> Request:
         return self.engine.add_request(
             prompt.token_ids,
             params,
             prompt=prompt.text,
             cache_salt=prompt.cache_salt,
             streamed=streamed,
+            priority=priority,
         )
 
-    def _run(self, read: Any, params: list[SamplingParams], show_progress: bool) -> list[RequestOutput]:
+    def _run(
+        self,
+        read: Any,
+        params: list[SamplingParams],
+        show_progress: bool,
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestOutput]:
         """Queue all prompts, or none if one is wrong; step until they are done."""
-        engine = self.engine
+        engine, priorities = self.engine, self._priorities_for(priority, len(params))
         requests: list[Request] = []
         try:
             for index, one in enumerate(params):
                 with uninterrupted():
                     try:
-                        requests.append(self._add(read(index), one, False))
+                        requests.append(self._add(read(index), one, False, priorities[index]))
                     except RequestError as error:
                         raise RequestError(f"prompt {index}: {error}" if len(params) > 1 else str(error)) from error
             with generation_progress(requests, show_progress) as advance:
                 while not all(request.finished for request in requests):
                     advance(engine.step())
+                    _refuse(requests)
         except BaseException:
             with uninterrupted():
                 for request in requests:
@@ -259,3 +284,10 @@ class LLM:
             if request.error is not None:
                 raise copy.copy(request.error)
         return [request.result() for request in requests]
+
+
+def _refuse(requests: list[Request]) -> None:
+    """Raise the RequestError of the first request that turned out not to be one that can be served."""
+    for index, request in enumerate(requests):
+        if isinstance(request.error, RequestError):
+            raise RequestError(f"prompt {index}: {request.error}" if len(requests) > 1 else str(request.error))

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from qengine.errors import RequestError
+from qengine.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the most likely token."""
@@ -92,6 +93,8 @@ class SamplingParams:
     sampled. bad_words: token sequences of these words (with and without a space before) are never completed.
     detokenize: False leaves text empty. skip_special_tokens, spaces_between_special_tokens: as in tokenizers.
     truncate_prompt_tokens: keep only the last so many prompt tokens; -1 is as many as the context holds.
+    structured_outputs: the text is JSON of a schema, matches a regex, ... Its end ends the sequence, before min_tokens
+    and with ignore_eos too.
 
     Raises RequestError for values that are not allowed.
     """
@@ -120,6 +123,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self.verify()
@@ -134,6 +138,11 @@ class SamplingParams:
                 raise RequestError(f"{name}={getattr(self, name)!r} is not allowed; give True or False")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text, but detokenize=False; use stop_token_ids or detokenize=True")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                got = self.structured_outputs
+                raise RequestError(f"structured_outputs={got!r} is not allowed; give StructuredOutputs, or None")
+            self.structured_outputs.verify()
 
     def _verify_numbers(self) -> None:
         self.n = _integer("n", self.n, 1, f"a whole number from 1 to {MAX_N}")

@@ -61,7 +61,7 @@ def write_shards(
     for number, shard in enumerate(shards, 1):
         single = len(shards) == 1
         name = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard, load, on_tensor)
+        write_shard(folder / name, shard, load, on_tensor)
         weight_map.update({entry.name: name for entry in shard})
     if len(shards) > 1:
         total = sum(entry.nbytes for entry in entries)
@@ -69,9 +69,13 @@ def write_shards(
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_file(
-    path: Path, entries: Sequence[Entry], load: Callable[[str], torch.Tensor], on_tensor: Callable[[str], None] | None
+def write_shard(
+    path: Path,
+    entries: Sequence[Entry],
+    load: Callable[[str], torch.Tensor],
+    on_tensor: Callable[[str], None] | None = None,
 ) -> None:
+    """Write one safetensors file, its tensors in the order of `entries`, one in memory at a time."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for entry in entries:

@@ -43,7 +43,7 @@ class Progress:
 
 
 class _Choice:
-    """One of a request's n sequences; `taken_*` is how much of it was handed out."""
+    """One of a request's n sequences: all of it, or what was not handed out yet."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -54,8 +54,6 @@ class _Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.changed = False
-        self._taken_text = 0
-        self._taken_tokens = 0
 
     def add(self, delta: StreamDelta) -> None:
         self.text += delta.text
@@ -72,14 +70,18 @@ class _Choice:
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + chosen
 
     def output(self, whole: bool) -> CompletionOutput:
-        text, tokens = (0, 0) if whole else (self._taken_text, self._taken_tokens)
-        self._taken_text, self._taken_tokens, self.changed = len(self.text), len(self.token_ids), False
+        """All so far (whole), or what is new, of which nothing is kept."""
+        text, tokens, logprobs, self.changed = self.text, self.token_ids, self.logprobs, False
+        if whole:
+            tokens, logprobs = list(tokens), None if logprobs is None else list(logprobs)
+        else:
+            self.text, self.token_ids, self.logprobs = "", [], None if logprobs is None else []
         return CompletionOutput(
             index=self.index,
-            text=self.text[text:],
-            token_ids=self.token_ids[tokens:],
+            text=text,
+            token_ids=tokens,
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[tokens:],
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
@@ -36,11 +37,17 @@ from qengine.engine.async_stream import Progress, RequestStream
 from qengine.engine.engine import Engine
 from qengine.engine.prompts import Prompt
 from qengine.engine.request import Request
+from qengine.engine.stats import EngineStats
 from qengine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 EXIT_SECONDS = 10
 """How long the interpreter's exit waits for a thread to end its step and free its memory."""
+STATS_SECONDS = 0.05
+"""How old the published counts may be while steps follow one another: to make them takes longer the more wait."""
+
+COMPILE_SECONDS = 1.0
+"""How often it looks, while there is nothing else to do, whether a grammar takes too long to compile."""
 
 
 @dataclass
@@ -56,18 +63,22 @@ class EngineWorker:
     """Runs `load()`'s engine for the streams of one event loop.
 
     ready: resolves to what was loaded, or to why it could not be. closed: resolves when the thread is about to end and
-    the memory is free. dead_error: set once the engine has failed.
+    the memory is free. dead_error: set once the engine has failed. stats: the engine's counts after one of the last
+    steps, to be read from any thread; None until the engine runs.
     """
 
     def __init__(self, load: Callable[[], Served], loop: asyncio.AbstractEventLoop) -> None:
         self.ready: Future[Served] = Future()
         self.closed: Future[None] = Future()
         self.dead_error: EngineDeadError | None = None
+        self.stats: EngineStats | None = None
+        self._stats_due = 0.0
         self._load = load
         self._wake = threading.Condition()
         self._inbox: deque[Command] = deque()
         self._ended = False
         self._draining = False
+        self._poked = False
         self._open: dict[Request, _Open] = {}
         self._requests: dict[RequestStream, Request] = {}
         self._delivery = Delivery(loop)
@@ -138,6 +149,7 @@ class EngineWorker:
             self.closed.set_result(None)
             return
         self.ready.set_result(served)
+        served.engine.compiling.on_ready = self._poke
         try:
             with contextlib.suppress(LoopClosed):
                 self._serve(served.engine)
@@ -148,22 +160,41 @@ class EngineWorker:
 
     def _serve(self, engine: Engine) -> None:
         while True:
-            command = self._next_command(idle=not engine.has_unfinished())
+            rest = self._rest(engine)
+            if rest != 0 or time.monotonic() >= self._stats_due:
+                self.stats, self._stats_due = engine.stats(), time.monotonic() + STATS_SECONDS
+            command = self._next_command(rest)
             while command is not None:
                 if not self._obey(engine, command):
                     return
-                command = self._next_command(idle=False)
-            if engine.has_unfinished():
-                self._delivery.send([self._report(r) for r in engine.step() if r in self._open])
-            elif self._draining:
+                command = self._next_command(0)
+            if engine.can_step:
+                reports = [self._report(r) for r in engine.step() if r in self._open]
+                # First tokens and ends, which alone have this, before the next tokens of the others.
+                reports.sort(key=lambda report: report[1].prompt_token_ids is None)
+                self._delivery.send(reports)
+            elif self._draining and not engine.has_unfinished():
                 return
 
-    def _next_command(self, *, idle: bool) -> Command | None:
-        """What came next, or None; if there is nothing to compute, waits for it."""
+    def _rest(self, engine: Engine) -> float | None:
+        """Seconds to wait for a command: none if there is a step to compute, None for ever if nothing is to be done."""
+        if engine.can_step:
+            return 0
+        return COMPILE_SECONDS if engine.has_unfinished() else 0 if self._draining else None
+
+    def _next_command(self, rest: float | None) -> Command | None:
+        """What came next, or None; waits for it, or for a grammar, for up to `rest` seconds."""
         with self._wake:
-            while idle and not self._inbox and not self._draining:
-                self._wake.wait()
+            if rest != 0 and not self._inbox and not self._poked:
+                self._wake.wait(rest)
+            self._poked = False
             return self._inbox.popleft() if self._inbox else None
+
+    def _poke(self) -> None:
+        """Called in any thread when a grammar is ready."""
+        with self._wake:
+            self._poked = True
+            self._wake.notify()
 
     def _obey(self, engine: Engine, command: Command) -> bool:
         """Carry out a command; False ends the thread."""

@@ -6,11 +6,13 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from qengine.engine.device_inputs import DeviceInputs, InputShape
+from qengine.engine.gpu_memory import outside_bytes, with_room
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +53,11 @@ class _Captured:
 class StepGraphs:
     """Graphs of `forward`, which turns DeviceInputs of a step into logits, a row for each sequence.
 
-    All read one input buffer and take their memory from `pool`: the logits of a replay are good until the next one of
-    any graph of that pool. stream: where everything of the runner happens.
+    All read one input buffer and take their memory from `pool`: the logits of a replay are good until the next step of
+    any kind that computes in that pool. stream: where everything of the runner happens.
+
+    The first step of a shape is computed kernel by kernel; its graph is captured while the device does so, and then
+    replayed.
     """
 
     def __init__(
@@ -62,14 +67,17 @@ class StepGraphs:
         largest: InputShape,
         device: torch.device,
         stream: torch.cuda.Stream,
-        pool: Any,
+        pool: torch.cuda.MemPool,
     ) -> None:
         self._forward = forward
         self._stream = stream
         self._buffer = torch.zeros(largest.offsets()[-1], dtype=torch.uint8, device=device)
         self._captured: dict[InputShape, _Captured] = {}
+        self._refused: set[InputShape] = set()
         self._taken: list[int] = []
         self._pool = pool
+        self._handle: Any = pool.id
+        self.on_capture: Callable[[], None] | None = None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -78,30 +86,50 @@ class StepGraphs:
 
     def replay(self, shape: InputShape) -> torch.Tensor:
         """Logits of the inputs in the buffer; enqueued on the stream, nothing is waited for."""
-        captured = self._captured.get(shape) or self._capture(shape)
+        captured = self._captured.get(shape)
+        if captured is not None:
+            captured.graph.replay()
+            return captured.logits
+        inputs, device = DeviceInputs.over(self._buffer, shape), self._buffer.device
+        logits = with_room(device, partial(self._compute, inputs))
+        if shape in self._refused:
+            return logits
+        del logits  # the capture needs its memory; computing twice, and alike, costs less than the launches did
+        try:
+            with_room(device, partial(self._capture, shape, inputs))
+        except torch.cuda.OutOfMemoryError:
+            self._refused.add(shape)
+            text = "there is no memory for the graph of %d tokens of %d sequences: such steps are not captured"
+            logger.warning(text, shape.tokens, shape.sequences)
+            return with_room(device, partial(self._compute, inputs))
+        captured = self._captured[shape]
         captured.graph.replay()
         return captured.logits
+
+    def _compute(self, inputs: DeviceInputs) -> torch.Tensor:
+        """Kernel by kernel; compiles them, which a capture may not. The capture finds the memory in the pool."""
+        with torch.cuda.use_mem_pool(self._pool):
+            return self._forward(inputs).contiguous()
 
     def graph_bytes(self) -> list[int]:
         """Bytes of the device that each graph took beside torch's memory, in the order of their capture."""
         return list(self._taken)
 
-    def _outside(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._buffer.device)
-        return total - free - torch.cuda.memory_reserved(self._buffer.device)
-
-    def _capture(self, shape: InputShape) -> _Captured:
-        inputs = DeviceInputs.over(self._buffer, shape)
-        self._forward(inputs)  # compiles kernels and makes workspaces, which a capture may not
-        torch.cuda.synchronize()
-        before = self._outside()
+    def _capture(self, shape: InputShape, inputs: DeviceInputs) -> None:
+        """As torch.cuda.graph does it, but without waiting for the device and without emptying the allocator."""
+        before = outside_bytes(self._buffer.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            logits = self._forward(inputs).contiguous()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            try:
+                logits = self._forward(inputs).contiguous()
+            finally:
+                graph.capture_end()
         self._captured[shape] = _Captured(graph, borrowed(logits))
-        self._taken.append(max(0, self._outside() - before))
+        self._taken.append(max(0, outside_bytes(self._buffer.device) - before))
+        if self.on_capture is not None:
+            self.on_capture()
         logger.debug("captured a graph of %d tokens of %d sequences", shape.tokens, shape.sequences)
-        return self._captured[shape]
 
 
 class DecodeShapes:
@@ -116,39 +144,56 @@ class DecodeShapes:
         """The shape of the largest step."""
         return self.of(self._sizes[-1])
 
+    def all(self) -> list[InputShape]:
+        """Every shape, the largest first."""
+        return [self.of(size) for size in reversed(self._sizes)]
+
     def of(self, rows: int) -> InputShape:
         """The smallest shape for `rows` sequences."""
         size = self._sizes[bisect_left(self._sizes, rows)]
         return InputShape(tokens=size, sequences=size, prefills=0, blocks=self._blocks)
 
 
-TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
-SEQUENCES = (1, 8, 16, 32, 64, 128, 256)
+TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+SINGLES = (32, 128)
+PREFILLS = (16, 64)
 
 
 class MixedShapes:
-    """Shapes of small steps with prompt chunks, where launching kernels one by one would take longer than they do.
+    """Shapes of steps with prompt chunks, where launching kernels one by one would take longer than they do.
 
-    Every sequence goes through the prefill kernel, which does not split long contexts over programs: so there is a
-    longest one.
+    Padding tokens cost as much as others, so their ladder is fine. Rows without a sequence cost little: those of single
+    tokens programs of the decode kernel that leave at once, and rows of logits; those of prefills empty tiles.
     """
 
-    longest = 4096
-
     def __init__(self, max_rows: int, max_tokens: int, blocks: int) -> None:
-        self._tokens = [size for size in TOKENS if size < max_tokens] + ([max_tokens] if max_tokens <= 1024 else [])
-        self._sequences = [size for size in SEQUENCES if size < max_rows] + [max_rows]
+        most = min(max_tokens, TOKENS[-1])
+        self._tokens = [size for size in TOKENS if size < most] + [most]
+        self._singles = [size for size in SINGLES if size < max_rows] + [max_rows]
         self._blocks = blocks
 
     @property
     def largest(self) -> InputShape:
-        """The shape of the largest step."""
-        return InputShape(self._tokens[-1], self._sequences[-1], self._sequences[-1], self._blocks)
+        """A shape whose arrays are as long as any's."""
+        return self._shape(self._tokens[-1], self._singles[-1], PREFILLS[-1])
 
-    def of(self, tokens: int, sequences: int, length: int) -> InputShape | None:
-        """The smallest shape for a step with sequences of up to `length` tokens; None for one that is run eagerly."""
-        if tokens > self._tokens[-1] or sequences > self._sequences[-1] or length > self.longest:
+    def of(self, tokens: int, singles: int, prefills: int) -> InputShape | None:
+        """The smallest shape for a step of so many tokens, sequences with one and with several of them.
+
+        None for a step that is run eagerly.
+        """
+        if tokens > self._tokens[-1] or singles > self._singles[-1] or prefills > PREFILLS[-1]:
             return None
         size = self._tokens[bisect_left(self._tokens, tokens)]
-        rows = self._sequences[bisect_left(self._sequences, sequences)]
-        return InputShape(tokens=size, sequences=rows, prefills=rows, blocks=self._blocks)
+        rows = self._singles[bisect_left(self._singles, singles)]
+        return self._shape(size, rows, PREFILLS[bisect_left(PREFILLS, prefills)])
+
+    def usual(self) -> list[InputShape]:
+        """The shapes for up to PREFILLS[0] prompts at once, the largest first."""
+        found = (self._shape(size, rows, PREFILLS[0]) for size in self._tokens for rows in self._singles)
+        return sorted(set(found), key=lambda shape: (shape.tokens, shape.sequences), reverse=True)
+
+    def _shape(self, tokens: int, singles: int, prefills: int) -> InputShape:
+        """No more rows than so many tokens can need."""
+        singles, prefills = min(singles, tokens), min(prefills, max(1, tokens // 2))
+        return InputShape(tokens, singles + prefills, prefills, self._blocks)

@@ -20,7 +20,7 @@ SPARE_TABLES = 64
 class InputShape:
     """Sizes of a step's arrays: tokens, sequences, prefill sequences, and blocks of the longest table.
 
-    Where prefills equals sequences, all are taken for prefills, whatever their number of tokens.
+    Sequences with one new token have the first `sequences - prefills` rows, prefills the others.
     """
 
     tokens: int
@@ -41,7 +41,10 @@ class InputShape:
 
 @dataclass(frozen=True)
 class DeviceInputs:
-    """Views of one buffer: see InputShape.offsets. lasts: where the last tokens of sequences that sample are."""
+    """Views of one buffer: see InputShape.offsets. lasts: where the last tokens of sequences that sample are.
+
+    query_starts: where each prefill's tokens begin, and the last one's end, among all tokens.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -121,14 +124,19 @@ class InputStaging:
         for array in (ids, positions, lengths, lasts, seq_lens, starts, tables):
             array.fill(0)
         slots.fill(-1)
-        all_prefills = len(starts) == len(seq_lens) + 1
         if len(self._tables) > 2 * len(items) + SPARE_TABLES:
             # one that comes back later, as after a preemption, is made anew
             current = {item.seq_id for item in items}
             self._tables = {seq_id: table for seq_id, table in self._tables.items() if seq_id in current}
-        size, at, prefills, first, sampling = self._block_size, 0, 0, 0, 0
-        for row, item in enumerate(items):
+        size, at, singles, prefills, sampling = self._block_size, 0, 0, 0, 0
+        first_prefill = len(seq_lens) - len(starts) + 1
+        for item in items:
             count, table = item.end - item.start, self._table(item)
+            if count == 1:
+                row, singles = singles, singles + 1
+            else:
+                row, starts[prefills] = first_prefill + prefills, at
+                prefills += 1
             places = slice(at, at + count)
             tables[row, : len(table)] = table
             seq_lens[row] = item.end
@@ -136,21 +144,17 @@ class InputStaging:
             if count == 1:
                 ids[at], positions[at] = item.token_ids[item.start], item.start
                 slots[at] = int(table[item.start // size]) * size + item.start % size
-                first = first if all_prefills else at + 1
             else:
                 where = np.arange(item.start, item.end)
                 ids[places], positions[places] = item.token_ids[item.start : item.end], where
                 slots[places] = table[where // size].astype(np.int64) * size + where % size
-            if count > 1 or all_prefills:
-                prefills += 1
-                starts[prefills] = at + count - first
             at += count
             if item.rows:
                 lasts[sampling] = at - 1
                 sampling += 1
             if item.seq_id in unknown:
                 ids[at - 1] = -1 - unknown[item.seq_id]
-        starts[prefills + 1 :] = starts[prefills]  # sequences without tokens
+        starts[prefills:] = at  # the last one's end, and sequences without tokens
 
     def _table(self, item: StepItem) -> np.ndarray:
         """The item's block table as int32."""

@@ -5,28 +5,34 @@ from __future__ import annotations
 import gc
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from qengine.config import EngineConfig
-from qengine.engine.cuda_graphs import TOKENS, batch_sizes
+from qengine.engine.cuda_graphs import TOKENS
 from qengine.engine.cuda_swap import STAGING_BYTES
-from qengine.engine.gpu_memory import GIB, MemoryLimit, context_bytes, enforce, is_small, memory_limit
+from qengine.engine.gpu_memory import GIB, MemoryLimit, context_bytes, is_small, memory_limit
 from qengine.engine.gpu_runner import GpuRunner
 from qengine.engine.key_axes import key_axes
 from qengine.engine.memory import CachePlan, fit_length
-from qengine.engine.sampler import SampleRow
-from qengine.engine.step import StepItem
+from qengine.engine.memory_guard import MemoryGuard
+from qengine.engine.startup_steps import largest_steps
 from qengine.errors import CapacityError, ConfigError
 from qengine.kernels.fused.card import capability
 from qengine.kernels.paged_attn.cache import BlockLayout, Kind, KVPool
 from qengine.kernels.w4a16.ops import spare_memory
 from qengine.models import Decoder
 from qengine.models.spec import ModelSpec
-from qengine.sampling_params import SamplingParams
 
-MARGIN = 96 << 20
-"""Bytes left free: kernels that are compiled later, and what the allocator's pieces waste."""
+GRAPH_LAYER_BYTES = 30 << 10
+"""What a captured graph takes of the device for each layer, beside torch's memory: 51 graphs of 32 and of 28 layers
+took 44 and 42 MiB on an H200 (CUDA 13), kernels loaded meanwhile included. NVML counts in pieces of 2 MiB, so that no
+single graph can be measured."""
+MARGIN = 80 << 20
+"""Bytes left free: kernels that are loaded later, and what the allocator's pieces waste."""
+ROOM_OUTSIDE = 16 << 20
+"""The part of the margin that torch's allocator is refused."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ def cache_layout(config: EngineConfig, spec: ModelSpec, kind: Kind) -> BlockLayo
 def device_runner(
     model: Decoder, config: EngineConfig, dtype: torch.dtype, max_model_len: int, vocab_size: int
 ) -> tuple[GpuRunner, CachePlan, MemoryUse]:
-    """A runner whose pool takes what the limit leaves beside weights, activations, graphs and context, all measured."""
+    """A runner whose pool takes what the limit leaves beside weights, activations and context, which are measured, and
+    graphs, which are counted before they are captured."""
     device = model.device
     layout = cache_layout(config, model.spec, cache_kind(config, dtype, device))
     limit = memory_limit(config.cache, device)
@@ -111,7 +118,7 @@ def device_runner(
         pool.axes.copy_(key_axes(model))
     runner = _runner(model, pool, config, plan.max_model_len, vocab_size, stream)
     if config.cache.gpu_memory_limit is not None:
-        enforce(limit, device)
+        runner.guard_memory(MemoryGuard(limit, device, ROOM_OUTSIDE))
     return runner, plan, MemoryUse(weights, step, graphs, context, margin, plan.num_blocks * per_block)
 
 
@@ -130,16 +137,23 @@ def _runner(
             "the model's dynamic rope depends on lengths in a way that no CUDA graph can hold; steps are eager",
             stacklevel=3,
         )
-    return GpuRunner(
-        model,
-        pool,
-        vocab_size,
-        max_num_seqs=min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        graphs=not (config.device.enforce_eager or dynamic),
-        stream=stream,
-    )
+    return GpuRunner(model, pool, vocab_size, stream=stream, **runner_options(config, model.spec, max_model_len))
+
+
+def runner_options(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> dict[str, Any]:
+    """GpuRunner's settings but for its stream."""
+    dynamic = any(layer.rope is not None and layer.rope.kind == "dynamic" for layer in spec.layers)
+    return {
+        "max_num_seqs": most_rows(config),
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "graphs": not (config.device.enforce_eager or dynamic),
+    }
+
+
+def most_rows(config: EngineConfig) -> int:
+    """Sequences that a step may have."""
+    return min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
 
 
 @torch.inference_mode()
@@ -152,25 +166,22 @@ def _measure(
     limit: MemoryLimit,
     stream: torch.cuda.Stream,
 ) -> tuple[int, int]:
-    """(bytes of the largest step, bytes of all graphs), by computing such steps on a pool of just their blocks."""
+    """(bytes that steps take, bytes of all graphs beside them): the largest steps, on a pool of just their blocks."""
     device = model.device
     tokens = config.scheduler.max_num_batched_tokens
-    rows = min(config.scheduler.max_num_seqs, tokens)
+    rows = most_rows(config)
     size = layout.block_size
     blocks = max(-(-tokens // size), rows)
     try:
         pool = KVPool.allocate(layout, model.spec.num_layers, blocks, device)
-        runner = _runner(model, pool, config, max_model_len, vocab_size, stream)
         # reserved, not allocated: what the allocator cannot use between its pieces is gone too
         before = torch.cuda.memory_reserved(device)
+        runner = _runner(model, pool, config, max_model_len, vocab_size, stream)
         torch.cuda.reset_peak_memory_stats(device)
-        for count in sorted({tokens, min(tokens, TOKENS[-1])}, reverse=True):
-            runner.run(_prompts(count, min(max_model_len, count), size), [])
-        runner.run(_singles(rows), [])
+        for items in largest_steps(tokens, rows, max_model_len, size, TOKENS[-1]):
+            runner.run(items, [])
         step = torch.cuda.max_memory_reserved(device) - before
-        taken = runner.graph_bytes()
-        most = len(batch_sizes(rows)) + len(TOKENS)
-        graphs = sum(taken) + min(taken) * (most - len(taken)) if taken else 0
+        graphs = runner.most_graphs * model.spec.num_layers * GRAPH_LAYER_BYTES
     except torch.cuda.OutOfMemoryError as error:
         raise CapacityError(
             f"a step of {tokens} tokens does not fit {limit} beside {model.memory_bytes() / GIB:.2f} GiB of weights: "
@@ -180,25 +191,3 @@ def _measure(
     gc.collect()
     torch.cuda.empty_cache()
     return step, graphs
-
-
-def _prompts(tokens: int, longest: int, block_size: int) -> list[StepItem]:
-    """A step of prompts that fill `tokens`; only the last of them draws a token."""
-    items: list[StepItem] = []
-    block = 0
-    while tokens > 0:
-        count = min(tokens, longest)
-        need = -(-count // block_size)
-        items.append(StepItem(-1 - len(items), [0] * count, 0, count, list(range(block, block + need))))
-        block, tokens = block + need, tokens - count
-    return items
-
-
-def _singles(rows: int) -> list[StepItem]:
-    """A step of sequences with one token each, which all draw with every cut there is."""
-    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=1)
-    items = []
-    for row in range(rows):
-        ids = [0]
-        items.append(StepItem(-1 - row, ids, 0, 1, [row], [SampleRow(params, ids, 1, row)]))
-    return items

@@ -6,55 +6,60 @@ import itertools
 import random
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
+from qengine.config import StructuredConfig
 from qengine.engine.block_manager import BlockManager
+from qengine.engine.grammar_queue import GrammarQueue, outcome
 from qengine.engine.interrupts import uninterrupted
-from qengine.engine.limits import Limits
+from qengine.engine.limits import Limits, bad_word_ids, check_priority
 from qengine.engine.request import Request, SequenceOutput, as_logprobs
 from qengine.engine.sampler import SampleRow
 from qengine.engine.scheduler import Plan, Scheduler
 from qengine.engine.sequence import Sequence
 from qengine.engine.stats import EngineStats, engine_stats
-from qengine.engine.step import Launched, StepItem, StepResult, StepRunner
+from qengine.engine.step import StepItem, StepResult, StepRunner
+from qengine.engine.step_ahead import Flight, StepAhead
 from qengine.errors import QEngineError, RequestError
 from qengine.outputs import RequestMetrics, StreamDelta
 from qengine.sampling_params import SamplingParams
+from qengine.structured.grammars import GrammarStore
 
-MAX_PRIORITY = 2**31 - 1
-"""Largest absolute priority: differences of time still count beside it."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step under way. sampled: the sequences that get a token from it, in the order of its samples."""
-
-    plan: Plan
-    step: Launched
-    sampled: list[Sequence]
+WAIT_SECONDS = 0.1
+"""How long a step waits at a time where nothing but grammars is being worked on."""
 
 
 class Engine:
     """Continuous batching over a StepRunner.
 
     Owns the requests; the scheduler owns the queues, the block manager the block ids, the runner the tensors.
-    tokenizer: None if there is none. seed: base of the seeds of requests without one.
+    tokenizer: None if there is none. grammars: for structured output. seed: base of the seeds of requests without one.
     """
 
     def __init__(
-        self, runner: StepRunner, scheduler: Scheduler, limits: Limits, tokenizer: Any = None, *, seed: int = 0
+        self,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        limits: Limits,
+        tokenizer: Any = None,
+        *,
+        grammars: GrammarStore | None = None,
+        seed: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.limits = limits
         self._runner = runner
         self._tokenizer = tokenizer
+        self._grammars = grammars or GrammarStore(tokenizer, limits.sample_vocab, limits.eos_ids, StructuredConfig())
+        self.compiling = GrammarQueue()
         self._arrivals = itertools.count()
         self._seq_ids = itertools.count()
         self._seeds = random.Random(seed)
         self._owner: dict[int, tuple[Request, SequenceOutput]] = {}
         self._token_texts: dict[int, str] = {}
-        self._ahead: _Flight | None = None
+        self._steps = StepAhead(runner, scheduler, self._items, self._row, ahead=limits.switch_length is None)
 
     @property
     def blocks(self) -> BlockManager:
@@ -89,6 +94,7 @@ class Engine:
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r} is not allowed; give a string")
         check_priority(priority, self.scheduler.policy)
+        compiled = self._compiled(params)
         arrival, now = next(self._arrivals), time.monotonic()
         request = Request(
             request_id=str(arrival) if request_id is None else request_id,
@@ -111,86 +117,36 @@ class Engine:
             )
             output = SequenceOutput(seq, row, self._tokenizer, eos_ids=self.limits.eos_ids, max_len=self.limits.max_len)
             request.outputs.append(output)
-            self._owner[seq.id] = (request, output)
-            self.scheduler.add(seq)
+        if compiled is None or compiled.done():
+            self._admit(request, None if compiled is None else compiled.result())
+        else:
+            self.compiling.add(request, compiled, self._grammars.timeout)
         return request
 
     def has_unfinished(self) -> bool:
         """True while any request runs or waits."""
-        return self.scheduler.has_unfinished()
+        return self.scheduler.has_unfinished() or len(self.compiling) > 0
+
+    @property
+    def can_step(self) -> bool:
+        """True if a step need not wait for a grammar: `compiling.on_ready` tells when that may have come true."""
+        return self.scheduler.has_unfinished() or self.compiling.ready
 
     def step(self) -> list[Request]:
         """Compute one step; returns the requests that got tokens, or ended, in it. Empty if there is nothing to do.
 
-        Ctrl-C waits for the step's end; a second one cuts it short.
+        Where all requests wait for grammars, it waits for one, and for 0.1 s at most. Ctrl-C waits for the step's end;
+        a second one cuts it short.
         """
+        if not self.can_step:
+            self.compiling.wait(WAIT_SECONDS)
         with uninterrupted():
-            return self._step()
-
-    def _step(self) -> list[Request]:
-        """Process the step under way, or one launched now; before that, launch the next, so that the device goes on."""
-        current, self._ahead = self._ahead or self._launch(), None
-        if current is None:
-            return []
-        failure: BaseException | None = None
-        if self._runner.overlaps and self._can_run_ahead(current):
-            try:
-                self._ahead = self._launch()
-            except BaseException as error:
-                failure = error  # what the step under way gives is recorded first
-        touched = self._finish(current)
-        if failure is not None:
-            raise failure
-        return touched
-
-    def _launch(self) -> _Flight | None:
-        """Schedule and launch a step; None if there is nothing to compute."""
-        if not self.scheduler.has_unfinished():
-            return None
-        plan = self.scheduler.schedule()
-        if not plan.chunks and not plan.swap:
-            return None
-        sampled = [seq for chunk in plan.chunks if chunk.samples for seq in (chunk.seq, *chunk.forks)]
-        try:
-            step = self._runner.launch(self._items(plan), plan.copies, plan.swap)
-        except BaseException:
-            # Out of memory or Ctrl-C: what the cache holds now is unknown, so these are computed anew.
-            self.scheduler.fail(plan)
-            raise
-        self.scheduler.advance(plan)
-        for seq in sampled:
-            seq.expect()
-        return _Flight(plan, step, sampled)
-
-    def _can_run_ahead(self, current: _Flight) -> bool:
-        """Whether the next step can be put together before this one's tokens are known."""
-        if self.limits.switch_length is not None:
-            return False
-        owned = (self._owner[seq.id][1].row for seq in current.sampled if seq.id in self._owner)
-        return not any(row.bad_words for row in owned)
-
-    def _finish(self, flight: _Flight) -> list[Request]:
-        """Wait for a step and process what it gives."""
-        try:
-            result = flight.step.result()
-        except BaseException:
-            self._abandon([flight, *([self._ahead] if self._ahead is not None else [])])
-            self._ahead = None
-            raise
-        self.scheduler.commit(flight.plan)
-        return self._process(flight, result)
-
-    def _abandon(self, flights: list[_Flight]) -> None:
-        """Take back steps that failed: their sequences are computed anew."""
-        for flight in flights:
-            for seq in flight.sampled:
-                seq.forget_unknown()
-        for flight in flights:
-            self.scheduler.fail(flight.plan)
+            return self._admit_compiled() + (self._steps.step(self._process) or [])
 
     def abort(self, request: Request) -> None:
         """End a request at once, wherever it is; its blocks are free when this returns."""
         with uninterrupted():
+            self.compiling.remove(request)
             for output in request.outputs:
                 if output.finish_reason is None:
                     self._end(request, output.seq)
@@ -217,17 +173,27 @@ class Engine:
         finally:
             self.abort(request)
 
+    def warm_up(self) -> None:
+        """Compile and capture now what the first steps would else be held up by: on a GPU some seconds.
+
+        Raises QEngineError while requests are under way.
+        """
+        if self.has_unfinished():
+            raise QEngineError("warm_up while requests are under way; call it before the first, or when all are done")
+        self._runner.warm_up()
+
     def close(self) -> None:
         """Abort everything and let go of the model and its cache."""
-        for request in list({id(r): r for r, _ in self._owner.values()}.values()):
+        owned = {id(r): r for r, _ in self._owner.values()}
+        for request in [*owned.values(), *self.compiling.requests()]:
             self.abort(request)
-        self._ahead = None
+        self._grammars.close()
         self._runner.close()
-        del self._runner
+        del self._runner, self._steps
 
     def stats(self) -> EngineStats:
         """Counts since the start, and what runs and waits now."""
-        return engine_stats(self.scheduler)
+        return replace(engine_stats(self.scheduler), compiling=self.compiling.num_sequences)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the engine's books contradict each other. For tests."""
@@ -246,6 +212,11 @@ class Engine:
             read_prefix_cache=request.params.prompt_logprobs is None,
             priority=priority,
         )
+
+    def _row(self, seq: Sequence) -> SampleRow | None:
+        """What the sampler knows of a sequence; None if it has ended."""
+        owner = self._owner.get(seq.id)
+        return None if owner is None else owner[1].row
 
     def _items(self, plan: Plan) -> list[StepItem]:
         """The plan as the runner takes it."""
@@ -271,7 +242,7 @@ class Engine:
             items.append(item)
         return items
 
-    def _process(self, flight: _Flight, result: StepResult) -> list[Request]:
+    def _process(self, flight: Flight, result: StepResult) -> list[Request]:
         """Record prompt logprobs, append sampled tokens, end what is finished."""
         touched: dict[int, Request] = {}
         for seq_id, scores in result.prompt_logprobs.items():
@@ -302,15 +273,53 @@ class Engine:
                 self.scheduler.restart(seq)
         return list(touched.values())
 
+    def _compiled(self, params: SamplingParams) -> Future[Any] | None:
+        """The future of the request's grammar, if it has one. Raises RequestError for one that is known to be wrong."""
+        if params.structured_outputs is None:
+            return None
+        compiled = self._grammars.request(params.structured_outputs)
+        error = outcome(compiled)[1] if compiled.done() else None
+        if error is not None:
+            raise error
+        return compiled
+
+    def _admit(self, request: Request, grammar: Any) -> None:
+        """Queue a request's sequences, each with a matcher of its grammar, if there is one."""
+        for output in request.outputs:
+            if grammar is not None:
+                output.row.attach(self._grammars.matcher(grammar))
+            self._owner[output.seq.id] = (request, output)
+            self.scheduler.add(output.seq)
+
+    def _admit_compiled(self) -> list[Request]:
+        """Queue requests whose grammars are ready; returns those that have none and end with an error."""
+        failed = []
+        for request, grammar, error in self.compiling.take():
+            if error is None:
+                self._admit(request, grammar)
+            else:
+                request.error = error
+                self.abort(request)
+                failed.append(request)
+        return failed
+
     def _end(self, request: Request, seq: Sequence) -> None:
-        self.scheduler.finish(seq)
+        if seq.id in self._owner:  # else its grammar is still being compiled
+            self.scheduler.finish(seq)
+            del self._owner[seq.id]
         seq.forget_unknown()
-        del self._owner[seq.id]
         if all(output.seq.id not in self._owner for output in request.outputs):
             request.metrics.finished_time = time.monotonic()
 
     def _fail(self, request: Request) -> None:
-        """End a request whose logits are all nan or infinite; the others go on."""
+        """End a request whose logits are all nan or infinite, or all forbidden; the others go on."""
+        if request.params.structured_outputs is not None and request.params.allowed_token_ids is not None:
+            request.error = RequestError(
+                f"request {request.request_id}: no token is allowed by both structured_outputs and allowed_token_ids; "
+                "leave one of them out"
+            )
+            self.abort(request)
+            return
         request.error = QEngineError(
             f"request {request.request_id}: the model gave no finite logit (nan or inf); the weights or the dtype "
             "are at fault: try dtype='float32' or 'bfloat16', and check the checkpoint with `qengine inspect`"
@@ -324,25 +333,3 @@ class Engine:
         if token not in self._token_texts:
             self._token_texts[token] = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return self._token_texts[token]
-
-
-def check_priority(priority: Any, policy: str) -> None:
-    """Raise RequestError for a priority that is no number, or that nothing would look at."""
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise RequestError(f"priority={priority!r} is not allowed; give a whole number within +-{MAX_PRIORITY}")
-    if priority and policy != "priority":
-        raise RequestError(
-            f"priority={priority} needs scheduling_policy='priority'; this engine serves requests in the order of "
-            f"arrival (scheduling_policy={policy!r})"
-        )
-
-
-def bad_word_ids(tokenizer: Any, words: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word, as it stands at a text's start and after a space."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if ids and max(ids) < vocab_size:
-                found[ids] = None
-    return tuple(found)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +13,7 @@ from qengine.config import SMALL_CARD_GIB, CacheConfig
 from qengine.errors import CapacityError
 
 GIB = 1024**3
+T = TypeVar("T")
 
 
 def process_bytes(device: torch.device) -> int | None:
@@ -36,11 +39,16 @@ def process_bytes(device: torch.device) -> int | None:
 
 
 def context_bytes(device: torch.device) -> int:
+    """`outside_bytes`, once the device has done all that was enqueued."""
+    torch.cuda.synchronize(device)
+    return outside_bytes(device)
+
+
+def outside_bytes(device: torch.device) -> int:
     """What this process holds beyond torch's allocations: the context, compiled kernels, graphs.
 
     Where NVML cannot tell, all that is used on the device and is not torch's counts as this process's.
     """
-    torch.cuda.synchronize(device)
     reserved = torch.cuda.memory_reserved(device)
     held = process_bytes(device)
     if held is None:
@@ -93,13 +101,15 @@ def growing_segments() -> None:
         (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
-def lift(device: torch.device) -> None:
-    """Let torch take all of the device again."""
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
+def with_room(device: torch.device, call: Callable[[], T]) -> T:
+    """What `call` returns; where there is no memory for it, called once more when all that is unused was given back.
 
-
-def enforce(limit: MemoryLimit, device: torch.device) -> None:
-    """Make torch's allocator refuse what would take the process over the limit, by what is outside it now."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    allowed = max(limit.nbytes - context_bytes(device), 0)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+    The allocator does that by itself for its common pool, but neither from another one nor while it captures.
+    """
+    try:
+        return call()
+    except torch.cuda.OutOfMemoryError:
+        pass  # and on outside of here: the exception holds the tensors of its frames
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return call()

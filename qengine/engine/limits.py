@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from qengine.errors import RequestError
 from qengine.sampling_params import SamplingParams
+
+MAX_PRIORITY = 2**31 - 1
+"""Largest absolute priority: differences of time still count beside it."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,25 @@ class Limits:
         if not params.ignore_eos:
             ends |= self.eos_ids
         return tuple(sorted(t for t in ends if t < self.sample_vocab))
+
+
+def check_priority(priority: Any, policy: str) -> None:
+    """Raise RequestError for a priority that is no number, or that nothing would look at."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError(f"priority={priority!r} is not allowed; give a whole number within +-{MAX_PRIORITY}")
+    if priority and policy != "priority":
+        raise RequestError(
+            f"priority={priority} needs scheduling_policy='priority'; this engine serves requests in the order of "
+            f"arrival (scheduling_policy={policy!r})"
+        )
+
+
+def bad_word_ids(tokenizer: Any, words: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word, as it stands at a text's start and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if ids and max(ids) < vocab_size:
+                found[ids] = None
+    return tuple(found)

@@ -27,6 +27,7 @@ from qengine.models.loading import Placement
 from qengine.models.spec import ModelSpec
 from qengine.quant import open_weights
 from qengine.random_model import is_random, random_checkpoint
+from qengine.structured.grammars import GrammarStore
 
 if TYPE_CHECKING:
     from qengine.engine.device_loading import MemoryUse
@@ -36,12 +37,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Loaded:
-    """A running engine with what its front needs: tokenizer, the checkpoint's sampling defaults, model."""
+    """A running engine with what its front needs: tokenizer, the checkpoint's sampling defaults, model.
+
+    block_bytes: of a cache block over all layers. memory: what a GPU's memory is taken by; None on a CPU.
+    """
 
     engine: Engine
     tokenizer: Any
     generation_config: dict[str, Any]
     model: Decoder
+    block_bytes: int
     memory: MemoryUse | None = None
 
 
@@ -61,11 +66,8 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
     max_model_len = resolve_max_model_len(settings, spec)
     tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(ckpt, settings)
     eos_ids, bos_ids = special_tokens(ckpt, tokenizer)
-    if device.type == "cuda":
-        growing_segments()
-    model = load_model(ckpt, dtype=dtype, device=device, placement=placement(config, device), progress=progress)
     known = spec.vocab_size if tokenizer is None else min(spec.vocab_size, max(tokenizer.get_vocab().values()) + 1)
-    runner, plan, memory = make_runner(model, config, dtype, max_model_len, known)
+    model, runner, plan, memory = load_runner(ckpt, config, dtype, device, max_model_len, known, progress)
     limits = Limits(
         vocab_size=spec.vocab_size,
         sample_vocab=known,
@@ -92,8 +94,41 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
         policy=config.scheduler.scheduling_policy,
         ageing=config.scheduler.priority_ageing,
     )
-    engine = Engine(runner, scheduler, limits, tokenizer, seed=settings.seed)
-    return Loaded(engine, tokenizer, ckpt.generation_config, model, memory)
+    grammars = GrammarStore(tokenizer, known, limits.eos_ids, config.structured)
+    engine = Engine(runner, scheduler, limits, tokenizer, grammars=grammars, seed=settings.seed)
+    return Loaded(engine, tokenizer, ckpt.generation_config, model, runner.block_bytes, memory)
+
+
+def load_runner(
+    ckpt: Checkpoint,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    vocab_size: int,
+    progress: Progress | None,
+) -> tuple[Decoder, SwappingRunner, CachePlan, MemoryUse | None]:
+    """The model on its device, with the runner that has its cache; on a GPU kernels are compiled meanwhile."""
+    place = placement(config, device)
+    if device.type != "cuda":
+        model = load_model(ckpt, dtype=dtype, device=device, placement=place, progress=progress)
+        return model, *make_runner(model, config, dtype, max_model_len, vocab_size)
+    from qengine.engine.dry_steps import precompiler
+
+    growing_segments()
+    ahead = precompiler(config, dtype, device, max_model_len, vocab_size)
+    watch = None if ahead is None else ahead.watch
+    try:
+        model = load_model(ckpt, dtype=dtype, device=device, placement=place, progress=progress, watch=watch)
+        made = make_runner(model, config, dtype, max_model_len, vocab_size)
+    except BaseException:
+        if ahead is not None:
+            ahead.close()
+        raise
+    if ahead is not None:
+        made[0].at_close(ahead.close)
+        ahead.loaded()
+    return model, *made
 
 
 def check_cache_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+
+from qengine.engine.token_masks import fill_masks
+from qengine.structured.matcher import BITS, mask_words
 
 if TYPE_CHECKING:
     from qengine.engine.sampler import SampleRow
@@ -31,6 +35,15 @@ def apply_rules(scores: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
     return changed
 
 
+def mask_tokens(scores: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+    """-inf for what the rows' grammars, with their bans, do not allow next."""
+    lines = np.zeros((len(rows), mask_words(scores.shape[1])), dtype=np.int32)
+    fill_masks(rows, lines)
+    words = torch.from_numpy(lines).to(scores.device)
+    bits = (words[:, :, None] >> torch.arange(BITS, dtype=torch.int32, device=scores.device)) & 1
+    return scores.masked_fill(bits.reshape(len(rows), -1)[:, : scores.shape[1]] == 0, NEVER)
+
+
 def allow_only(scores: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
     """-inf for all but allowed_token_ids."""
     forbidden = torch.ones_like(scores, dtype=torch.bool)
@@ -43,13 +56,8 @@ def ban_words(scores: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
 
     A row in which nothing else is left (allowed_token_ids may see to that) keeps its scores.
     """
-    banned = []
-    for row in rows:
-        output = row.token_ids[row.num_prompt :]
-        last = [word[-1] for word in row.bad_words if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]]
-        banned.append(last)
     changed = scores.clone()
-    changed[_cells(banned, scores)] = NEVER
+    changed[_cells([row.completing_words() for row in rows], scores)] = NEVER
     empty = changed.max(dim=-1, keepdim=True).values == NEVER
     return torch.where(empty, scores, changed)
 
@@ -105,9 +113,10 @@ def has_penalty(row: SampleRow) -> bool:
 
 Rule = tuple[Callable[["SampleRow"], bool], Callable[[torch.Tensor, "list[SampleRow]"], torch.Tensor]]
 RULES: tuple[Rule, ...] = (
-    (lambda row: row.params.allowed_token_ids is not None, allow_only),
-    (lambda row: bool(row.bad_words), ban_words),
-    (lambda row: bool(row.banned_ids) and row.num_output < row.params.min_tokens, ban_ends),
+    (lambda row: row.matcher is not None, mask_tokens),
+    (lambda row: row.params.allowed_token_ids is not None and row.matcher is None, allow_only),
+    (lambda row: bool(row.bad_words) and row.matcher is None, ban_words),
+    (lambda row: row.num_output < row.params.min_tokens and row.matcher is None, ban_ends),
     (lambda row: bool(row.params.logit_bias), add_bias),
     (has_penalty, penalize),
 )

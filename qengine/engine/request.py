@@ -46,11 +46,12 @@ class SequenceOutput:
     def append(self, token: int) -> StreamDelta:
         """Add a sampled token: text, stop conditions, length."""
         count = self.seq.learn(token)
+        ended = self._grammar_ended()
         may_stop = count >= self._params.min_tokens
-        if may_stop and token in self._ends:
-            self.finish_reason = "stop"
-        elif may_stop and token in (self._params.stop_token_ids or ()):
+        if may_stop and token in (self._params.stop_token_ids or ()) and token not in self._ends:
             self.finish_reason, self.stop_reason = "stop", token
+        elif ended or (may_stop and token in self._ends):
+            self.finish_reason = "stop"
         shown = self.finish_reason is None or self._params.include_stop_str_in_output
         text = self._text([token] if shown else [], may_stop)
         if self.finish_reason is None and count >= self._max_output:
@@ -60,6 +61,13 @@ class SequenceOutput:
             text += self._rest(check=False)
         self.text += text
         return StreamDelta(self.seq.index, text, [token], self.finish_reason, self.stop_reason)
+
+    def _grammar_ended(self) -> bool:
+        """True if the row's grammar, if it has one, allows nothing more."""
+        if self.row.matcher is None:
+            return False
+        self.row.matcher.follow(self.seq.token_ids, self.seq.num_prompt)
+        return self.row.matcher.ended
 
     def abort(self) -> StreamDelta:
         """End the sequence where it is."""

@@ -48,6 +48,7 @@ class RowCache:
         """(float64 [R, 16], entries float64 [E, 3]).
 
         CHANGED and COUNTS are 0 where the row needs one and -1 elsewhere: who owns these tensors fills in the places.
+        ALLOW of rows with a grammar is filled in there too.
         """
         table = np.empty((len(rows), PARAMETERS))
         entries: list[np.ndarray] = []
@@ -103,16 +104,15 @@ class RowCache:
         numbers[column("REPETITION")] = p.repetition_penalty
         numbers[column("PRESENCE")] = p.presence_penalty
         numbers[column("FREQUENCY")] = p.frequency_penalty
-        numbers[column("ALLOW")] = p.allowed_token_ids is not None
+        numbers[column("ALLOW")] = p.allowed_token_ids is not None and row.matcher is None
         numbers[column("CHANGED")] = -1
         numbers[column("COUNTS")] = 0 if has_penalty(row) else -1
         return numbers
 
     def _entries(self, row: SampleRow, known: _Known) -> np.ndarray:
         """float64 [E, 3], one entry a token: token, bias, bits."""
-        output = row.token_ids[row.num_prompt :] if row.bad_words else []
-        bad = tuple(w[-1] for w in row.bad_words if len(w) == 1 or tuple(output[1 - len(w) :]) == w[:-1])
-        held = row.num_output < row.params.min_tokens
+        bad = row.completing_words() if row.matcher is None else ()
+        held = row.num_output < row.params.min_tokens and row.matcher is None
         key = (bad, held)
         if known.key != key:
             known.key, known.entries = key, self._merged(row, bad, row.banned_ids if held else ())
@@ -121,7 +121,7 @@ class RowCache:
     def _merged(self, row: SampleRow, bad: tuple[int, ...], banned: tuple[int, ...]) -> np.ndarray:
         bits: dict[int, int] = {}
         for tokens, bit in (
-            (row.params.allowed_token_ids or (), ALLOWED.value),
+            (row.params.allowed_token_ids or () if row.matcher is None else (), ALLOWED.value),
             (bad, BAD_WORD.value),
             (banned, BANNED.value),
             (row.params.logit_bias or (), 0),
@@ -134,8 +134,10 @@ class RowCache:
 
 
 def _lists_tokens(row: SampleRow) -> bool:
-    """True if single tokens may be banned, allowed or biased."""
+    """True if single tokens may be banned, allowed or biased; a row with a grammar has all bans in its mask."""
     p = row.params
+    if row.matcher is not None:
+        return bool(p.logit_bias)
     return bool(row.bad_words or row.banned_ids or p.logit_bias or p.allowed_token_ids is not None)
 
 

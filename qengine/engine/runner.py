@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from qengine.engine.block_manager import Copy
@@ -23,19 +25,26 @@ class RunnerBase:
         self.model = model
         self._vocab_size = vocab_size
         self._swap: SwapSpace | None = None
+        self._at_close: list[Callable[[], None]] = []
 
     @property
     def overlaps(self) -> bool:
         """See StepRunner."""
         return False
 
-    def launch(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> Launched:
+    def launch(
+        self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP, *, later: bool = False
+    ) -> Launched:
         """See StepRunner."""
+        assert not later, "this runner's steps do not overlap"
         return Done(self.run(items, copies, swap))
 
     def run(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> StepResult:
         """See StepRunner."""
         return self.launch(items, copies, swap).result()
+
+    def warm_up(self) -> None:
+        """See StepRunner. Nothing here."""
 
     @property
     def block_bytes(self) -> int:
@@ -47,8 +56,14 @@ class RunnerBase:
         self._swap = SwapSpace(self._swap_device(num_cpu_blocks))
         return self._swap
 
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Call this first when the runner is closed."""
+        self._at_close.append(call)
+
     def close(self) -> None:
         """Give back the CPU memory for swapping; nothing is run after this."""
+        while self._at_close:
+            self._at_close.pop()()
         if self._swap is not None:
             self._swap.close()
             self._swap = None

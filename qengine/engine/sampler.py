@@ -1,7 +1,7 @@
 """Logits to tokens, batched over rows, on the logits' device.
 
-The order is vLLM's: allowed ids, bad words, min_tokens, logit bias, penalties; then the most likely token for greedy
-rows; for the others temperature, min_p, top_k, top_p and one draw.
+The order is vLLM's: grammar, allowed ids, bad words, min_tokens, logit bias, penalties; then the most likely token for
+greedy rows; for the others temperature, min_p, top_k, top_p and one draw.
 
 A draw uses one uniform number per row, a hash of (seed, sequence index, position in the output), and the inverse of
 the cumulative distribution in token order. No generator has a state that others could advance: a row's draw is a
@@ -18,6 +18,7 @@ import torch
 
 from qengine.engine.logit_rules import apply_rules
 from qengine.sampling_params import SamplingParams
+from qengine.structured.matcher import TokenMatcher
 
 NARROW_TOP_K = 1024
 """Up to this top_k a partial sort is used. It depends on the row's own parameters, never on its neighbours'."""
@@ -29,7 +30,8 @@ class SampleRow:
 
     token_ids: prompt and output so far, the sequence's own list; num_prompt of them are the prompt. seed, index: of
     the request, and of the sequence in it. banned_ids: end tokens and stop token ids that min_tokens holds back.
-    bad_words: token sequences. has_rules: False if the logits are taken as they are.
+    bad_words: token sequences. has_rules: False if the logits are taken as they are. matcher: of the row's grammar,
+    if it has one; it then decides over bad words, banned and allowed ids too (token_masks.py).
     """
 
     params: SamplingParams
@@ -40,6 +42,7 @@ class SampleRow:
     banned_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     has_rules: bool = field(init=False)
+    matcher: TokenMatcher | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         p = self.params
@@ -52,6 +55,22 @@ class SampleRow:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if the next token cannot be drawn before the ones before it are known."""
+        return bool(self.bad_words) or self.matcher is not None
+
+    def attach(self, matcher: TokenMatcher) -> None:
+        """Limit the row to a grammar, before its first token."""
+        self.matcher, self.has_rules = matcher, True
+
+    def completing_words(self) -> tuple[int, ...]:
+        """Tokens that would complete a bad word in the output."""
+        if not self.bad_words:
+            return ()
+        output = self.token_ids[self.num_prompt :]
+        return tuple(w[-1] for w in self.bad_words if len(w) == 1 or tuple(output[1 - len(w) :]) == w[:-1])
 
 
 @dataclass

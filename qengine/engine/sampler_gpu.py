@@ -2,7 +2,7 @@
 
 A step has three parts, so that a runner can overlap them with other work and put the middle one in a CUDA graph:
 
-    batch = sampler.prepare(rows, sources)     host work and one copy to the device
+    batch = sampler.prepare(rows, sources)     host work and one copy to the device, two with grammars
     sampler.run(logits, batch)                 launches only; batch.tokens is the next step's input, on the device
     drawn = sampler.fetch(logits, batch)       starts one copy to the host; drawn.samples() waits for it
 
@@ -19,6 +19,7 @@ import torch
 from qengine.engine.row_parameters import RowCache
 from qengine.engine.sampler import SampleRow, Samples, TokenLogprobs, logprobs_of
 from qengine.engine.token_counts import TokenCounts
+from qengine.engine.token_masks import fill_masks
 from qengine.kernels.fused.sampling import (
     ENTRY_VALUES,
     MOST_TOP,
@@ -30,6 +31,8 @@ from qengine.kernels.fused.sampling import (
     sample_rows,
     token_logprobs,
 )
+from qengine.kernels.fused.sampling_ref import column
+from qengine.structured.matcher import mask_words
 
 FRONT = PARAMETERS + 3
 """float64 values a row before the entries: its parameters, its place among ruled rows, two for a line of logprobs."""
@@ -99,6 +102,7 @@ class GpuSampler:
         self._parameters = torch.zeros(max_rows * FRONT, dtype=torch.float64, device=self.device)
         self._out = torch.zeros(2 * max_rows, dtype=torch.int64, device=self.device)
         self._changed: torch.Tensor | None = None
+        self._masks = torch.zeros(1, mask_words(vocab_size), dtype=torch.int32, device=self.device)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -106,21 +110,22 @@ class GpuSampler:
         return self._out[: self.max_rows]
 
     def prepare(self, rows: list[SampleRow], sources: list[int] | None = None, *, padded: int = 0) -> Batch:
-        """Put a step's parameters on the device: one copy, on the current stream.
+        """Put a step's parameters on the device: one copy, on the current stream, and one of the rows' masks.
 
         sources: row of the logits for each row; None is 0, 1, 2, ... A row's token_ids may end with ids below 0, which
         stand for tokens that steps before are still sampling. padded: rows of the batch, those after `rows` being
         skipped (their tokens stay as they are), for a CUDA graph of that size.
 
-        Raises ValueError for more rows than max_rows, or for bad_words after a token not known yet.
+        Raises ValueError for more rows than max_rows, or for bad_words or a grammar after a token not known yet.
         """
         count = max(len(rows), padded)
         if count > self.max_rows:
             raise ValueError(f"sampler: {count} rows are more than max_rows={self.max_rows}")
-        if any(row.bad_words and row.token_ids[-1] < 0 for row in rows):
-            raise ValueError("sampler: bad_words look at the tokens so far; wait for them before the next step")
+        if any(row.needs_tokens and row.token_ids[-1] < 0 for row in rows):
+            raise ValueError("sampler: bad_words and grammars look at the tokens so far; wait for them before a draw")
         sources = list(range(len(rows))) if sources is None else sources
         table, entries = self._cache.table(rows, sources)
+        self._place_masks(table, rows)
         ruled = self._place_rules(table, rows)
         lined = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         long = [i for i in lined if not 0 <= (rows[i].params.logprobs or 0) <= MOST_TOP]
@@ -145,7 +150,7 @@ class GpuSampler:
             width = -(-self.vocab_size // 16) * 16
             self._changed = torch.empty(rows, width, dtype=torch.float32, device=self.device)
         changed = self._changed if plan.ruled else None
-        sample_rows(logits, self._inputs(plan), plan, self.work, batch.out, changed, self.counts.table)
+        sample_rows(logits, self._inputs(plan), plan, self.work, batch.out, changed, self.counts.table, self._masks)
 
     def fetch(self, logits: torch.Tensor, batch: Batch) -> Drawn:
         """Start copying the results of `run` to the host, with the logprobs that rows asked for."""
@@ -186,6 +191,22 @@ class GpuSampler:
         most = min(most, self.vocab_size)
         lists = token_logprobs(logits, lines, tokens, self.vocab_size, most).cpu()
         return _read_lines(lists, token_ids, [min(count, most) for count in counts])
+
+    def _place_masks(self, table: np.ndarray, rows: list[SampleRow]) -> None:
+        """Fill the masks of rows with a grammar, copy them to the device, and note each row's line."""
+        masked = [i for i, row in enumerate(rows) if row.matcher is not None]
+        if not masked:
+            return
+        host = torch.empty(
+            len(masked), self._masks.shape[1], dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )  # as for the parameters, torch's cache keeps the block until the copy is done
+        fill_masks([rows[i] for i in masked], host.numpy())
+        if self._masks.shape[0] < len(masked):
+            lines = min(self.max_rows, 1 << (len(masked) - 1).bit_length())
+            self._masks = torch.zeros(lines, self._masks.shape[1], dtype=torch.int32, device=self.device)
+        self._masks[: len(masked)].copy_(host, non_blocking=True)
+        table[masked, column("ALLOW")] = [-1 - line for line in range(len(masked))]
+        table[masked, column("CHANGED")] = 0
 
     def _place_rules(self, table: np.ndarray, rows: list[SampleRow]) -> list[int]:
         """Give rows that bans or biases change a row of the changed logits, and rows with penalties their counts."""

@@ -8,8 +8,8 @@ place in the queue. Its tokens are kept, and its cache is copied to CPU memory o
 
 Progress: the first in order is never preempted, any one sequence alone fits the pool (`max_len`), and every sequence
 becomes the first in time: no order changes, and by `ageing` only finitely many later ones come before it. No thrashing:
-nothing is admitted in a step that ran out of blocks, nor unless every running sequence can grow by a block afterwards
-(`_headroom`); and a sequence whose blocks come back is computed at least once before it can lose them.
+nothing is admitted in a step that ran out of blocks, nor unless the running sequences can grow by some blocks
+afterwards (`_headroom`); and a sequence whose blocks come back is computed at least once before it can lose them.
 
 The n sequences of a request compute their prompt once: when the first has, those that wait take part in its blocks
 (`Chunk.forks`) and the sampler draws a token for each from the same logits.
@@ -26,8 +26,12 @@ from qengine.engine.sequence import Sequence, Status
 
 __all__ = ["Chunk", "Plan", "PreemptionStats", "Scheduler"]
 
+HEADROOM_BLOCKS = 2
+"""For each running sequence so many blocks are kept free when another is admitted. Of the mixed load of `qengine bench`
+with 1,286 blocks, 7 % of the tokens were computed again after preemptions with one, 1 % with two; with three the cache
+was emptier and the steps more."""
 HEADROOM_SHARE = 16
-"""At most one block in so many is kept free for running sequences to grow when another is admitted."""
+"""At most one block in so many is kept free in all."""
 
 
 @dataclass
@@ -261,7 +265,7 @@ class Scheduler:
 
     def _headroom(self, running: int) -> int:
         """Blocks that stay free when a sequence is admitted beside so many, for them to grow before one must go."""
-        return min(running, max(1, self.blocks.num_blocks // HEADROOM_SHARE))
+        return min(HEADROOM_BLOCKS * running, max(1, self.blocks.num_blocks // HEADROOM_SHARE))
 
     def _next_need(self, plan: Plan) -> int:
         """About how many blocks the next step takes: for tokens that start a block, and for who waits first."""

@@ -12,7 +12,8 @@ from qengine.engine.sequence import Status
 class EngineStats:
     """A snapshot.
 
-    running, waiting, swapped: sequences now; those swapped out are counted in `waiting` too. gpu_blocks, cpu_blocks:
+    running, waiting, swapped: sequences now; those swapped out are counted in `waiting` too. compiling: sequences
+    whose grammar is not ready yet, in none of these. gpu_blocks, cpu_blocks:
     blocks of each tier, and how many of them are in use (cached ones that nobody uses are free).
     preemptions_swapped, preemptions_recomputed: times a sequence gave up its blocks, by how it gets its cache back.
     blocks_out, blocks_in, bytes_out, bytes_in: copies to CPU memory and back. prefix_queried_tokens, prefix_hit_tokens:
@@ -38,6 +39,7 @@ class EngineStats:
     cpu_hit_tokens: int
     evicted_blocks: int
     dropped_blocks: int
+    compiling: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -43,6 +43,10 @@ NO_SWAP = SwapOrders()
 class Launched(Protocol):
     """A step under way."""
 
+    def draw(self) -> None:
+        """Sample, where that was left for `later`; before the next step is launched."""
+        ...
+
     def result(self) -> StepResult:
         """Wait for the step."""
         ...
@@ -53,6 +57,9 @@ class Done:
     """A step that is over."""
 
     value: StepResult
+
+    def draw(self) -> None:
+        """See Launched."""
 
     def result(self) -> StepResult:
         """See Launched."""
@@ -70,8 +77,14 @@ class StepRunner(Protocol):
         """
         ...
 
-    def launch(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> Launched:
-        """`run`, without waiting for it."""
+    def launch(
+        self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP, *, later: bool = False
+    ) -> Launched:
+        """`run`, without waiting for it.
+
+        later: do not sample yet: rows look at tokens that the step before is still sampling. Launched.draw will be
+        called when these are known. Only where `overlaps`.
+        """
         ...
 
     def run(self, items: list[StepItem], copies: list[Copy], swap: SwapOrders = NO_SWAP) -> StepResult:
@@ -80,6 +93,10 @@ class StepRunner(Protocol):
         swap: see SwapOrders for what must be finished when. A step without any must still wait for the late copies of
         the step before (SwapSpace.begin_step does).
         """
+        ...
+
+    def warm_up(self) -> None:
+        """Do now what the first steps of each shape would do beside their work. No step is under way."""
         ...
 
     def close(self) -> None:

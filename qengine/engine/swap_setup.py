@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Callable
 from typing import Protocol
 
 from qengine.config import CacheConfig, EngineConfig
@@ -33,6 +34,10 @@ class SwappingRunner(StepRunner, Protocol):
         """Take CPU memory for so many blocks; `run` carries out swap orders from now on."""
         ...
 
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Call this first when the runner is closed."""
+        ...
+
 
 def set_up_swap(
     runner: SwappingRunner, config: EngineConfig, max_len: int, available: int, device: str
@@ -46,8 +51,13 @@ def set_up_swap(
     if blocks == 0:
         return None, 0
     space = runner.open_swap(blocks)
-    tokens = max(1, min(PREFILL_TOKENS[device], config.scheduler.max_num_batched_tokens, max_len - 1))
+    tokens = timed_tokens(device, config, max_len)
     return swap_policy(space, config.cache, runner, tokens, overlaps=device == "cuda"), blocks
+
+
+def timed_tokens(device: str, config: EngineConfig, max_len: int) -> int:
+    """Tokens of the prompt that is timed."""
+    return max(1, min(PREFILL_TOKENS[device], config.scheduler.max_num_batched_tokens, max_len - 1))
 
 
 def cpu_blocks(cache: CacheConfig, block_bytes: int, available: int) -> int:

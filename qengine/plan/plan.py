@@ -107,6 +107,7 @@ def plan_model(ckpt: Checkpoint, card: PlanCard, options: PlanOptions, name: str
         weights,
         limit=int(limit_gib * GIB),
         card_gib=card.memory_gib,
+        spare=small,
         embedding_on_host=on_host,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from qengine.engine.cuda_graphs import MixedShapes, batch_sizes
+from qengine.engine.cuda_graphs import TOKENS, MixedShapes, batch_sizes
 from qengine.engine.device_inputs import DeviceInputs, InputShape, InputStaging
 from qengine.engine.gpu_runner import in_order
+from qengine.engine.graph_limits import worth_capturing
 from qengine.engine.sampler import SampleRow, Samples
 from qengine.engine.step import StepItem
 from qengine.kernels.fused.ids import resolve_ids
@@ -46,7 +47,7 @@ def test_every_number_is_where_the_kernels_look_for_it():
     ]
     assert views.lengths.tolist() == [40, 1, *[60] * 25], "a prompt in chunks is as long as the whole of it"
     assert views.seq_lens.tolist() == [40, 1, 35]
-    assert views.query_starts.tolist() == [0, 25]
+    assert views.query_starts.tolist() == [2, 27]
     assert views.tables.tolist() == [[5, 9, 2, 0], [7, 0, 0, 0], [4, 1, 8, 3]]
 
 
@@ -81,35 +82,69 @@ def test_tables_of_sequences_that_ended_do_not_pile_up():
     assert len(staging._tables) < 200
 
 
-def test_a_mixed_graphs_sequences_are_all_prefills():
+def test_a_mixed_graph_has_rows_for_single_tokens_and_then_for_prefills():
     shapes = MixedShapes(max_rows=100, max_tokens=2048, blocks=4)
     items = [
         item(0, [7, 8], 1, 2, [3], rows=1),
         item(1, list(range(50)), 0, 30, [1, 2]),
         item(2, [5] * 40, 0, 40, [9, 8, 7], 1),
     ]
-    shape = shapes.of(71, 3, 50)
-    assert (shape.tokens, shape.sequences, shape.prefills) == (128, 8, 8)
+    shape = shapes.of(71, 1, 2)
+    assert (shape.tokens, shape.sequences, shape.prefills) == (128, 32 + 16, 16)
     views = fill(InputStaging(torch.device("cpu"), SIZE), items, shape)
-    assert views.query_starts.tolist() == [0, 1, 31, *[71] * 6]
-    assert views.seq_lens.tolist() == [2, 30, 40, *[0] * 5]
+    assert views.query_starts.tolist() == [1, 31, *[71] * 15]
+    assert views.seq_lens.tolist() == [2, *[0] * 31, 30, 40, *[0] * 14]
+    assert views.tables[0].tolist() == [3, 0, 0, 0]
+    assert views.tables[32:34].tolist() == [[1, 2, 0, 0], [9, 8, 7, 0]]
     assert views.lasts.tolist()[:2] == [0, 70], "rows of the logits are for the sequences that sample, in order"
     assert views.slots.tolist()[71:] == [-1] * 57
     assert views.slots.tolist()[0] == 3 * SIZE + 1
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(2048, 256), (1024, 16), (100, 4), (7, 7)])
+def test_a_mixed_graph_without_prompt_chunks_has_no_prefill_tokens():
+    views = fill(
+        InputStaging(torch.device("cpu"), SIZE), [item(0, [7, 8], 0, 1, [3])], MixedShapes(8, 64, 4).of(1, 1, 0)
+    )
+    assert set(views.query_starts.tolist()) == {1}
+    assert views.seq_lens.tolist()[0] == 1
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4096, 256), (1024, 16), (100, 4), (7, 7)])
 def test_mixed_shapes_hold_their_steps(tokens, rows):
     shapes = MixedShapes(rows, tokens, 4)
-    largest = shapes.largest.offsets()[-1]
-    for count in range(1, min(tokens, 1024) + 1):
-        for sequences in {1, min(rows, count)}:
-            shape = shapes.of(count, sequences, 100)
+    largest = shapes.largest
+    most = min(tokens, TOKENS[-1])
+    for count in range(1, most + 1):
+        for singles in {0, min(rows, count - 1) // 2, min(rows, count)}:
+            prefills = min(64, rows - singles, (count - singles) // 2)
+            shape = shapes.of(count, singles, prefills)
             assert shape.tokens >= count
-            assert shape.sequences >= sequences
-            assert shape.offsets()[-1] <= largest
-    assert shapes.of(min(tokens, 1024) + 1, 1, 100) is None
-    assert shapes.of(1, 1, MixedShapes.longest + 1) is None
+            assert shape.sequences - shape.prefills >= singles
+            assert shape.prefills >= prefills
+            assert shape.tokens >= shape.sequences - shape.prefills, "a row for a single token stands for a token"
+            assert all(a <= b for a, b in zip(shape.offsets(), largest.offsets(), strict=True))
+    assert shapes.of(most + 1, 1, 1) is None
+    assert shapes.of(most, rows + 1, 1) is None
+    assert shapes.of(most, 0, 65) is None
+
+
+def test_usual_shapes_are_those_of_steps_with_few_prompts():
+    shapes = MixedShapes(256, 2048, 4)
+    usual = shapes.usual()
+    assert usual[0].offsets()[-1] == max(shape.offsets()[-1] for shape in usual), "the largest takes its memory first"
+    assert len(usual) == len(set(usual))
+    for tokens in range(1, 1025):
+        assert shapes.of(tokens, max(0, min(256, tokens - 2)), min(16, tokens // 2)) in usual
+    assert shapes.of(1024, 0, 17) not in usual
+
+
+def test_graphs_are_for_steps_that_are_done_before_the_host_could_launch_them():
+    seven, half = 202_375_168, 14_909_440  # weights of a layer of Llama-2-7B and of Qwen2.5-0.5B
+    t4, h200 = 0.7 * 512 * 1.6e9 * 40, 0.7 * 2048 * 1.6e9 * 132
+    assert worth_capturing(seven, t4) == 128
+    assert worth_capturing(half, t4) == TOKENS[-1]
+    assert worth_capturing(seven, h200) == TOKENS[-1]
+    assert worth_capturing(50 * seven, t4) == TOKENS[0]
 
 
 def test_unknown_tokens_are_taken_from_the_step_before():

@@ -57,6 +57,18 @@ def test_requests_start_in_the_order_of_arrival():
     assert [step[0][0] for step in engine._runner.steps] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_running_sequences_keep_two_blocks_each_to_grow():
+    engine = fake_engine(num_blocks=128, block_size=4, max_num_batched_tokens=512, max_model_len=256)
+    long = [engine.add_request([i] * 242, greedy(9)) for i in range(2)]  # 61 blocks each, and 6 are left
+    engine.step()
+    short = [engine.add_request([9, 9], greedy(9)) for _ in range(2)]
+    engine.step()
+    running = [len(request.outputs[0].seq.token_ids) > 2 for request in short]
+    assert running == [True, False], "5 blocks are left for three, who may want 6"
+    run_all(engine)
+    assert [outputs(r) for r in long] == [[expected([i] * 242, 9)] for i in range(2)]
+
+
 def test_preempted_and_undisturbed_requests_give_the_same_tokens():
     engine = fake_engine(num_blocks=8, block_size=2, max_model_len=16, prefix_caching=False)
     requests = [engine.add_request([i, i + 1, i + 2], greedy(10)) for i in range(5)]

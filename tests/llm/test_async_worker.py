@@ -11,6 +11,7 @@ import pytest
 from fake_runner import expected, fake_engine
 
 from qengine.async_llm import AsyncLLM, EngineDeadError, QueueFullError, RequestOutputKind
+from qengine.engine.async_delivery import Delivery
 from qengine.errors import ConfigError, QEngineError, RequestError
 from qengine.sampling_params import SamplingParams
 
@@ -32,13 +33,13 @@ class FakeLLM:
         runner = self.engine._runner
         run = runner.launch
 
-        def guarded(*arguments):
+        def guarded(*arguments, **options):
             assert self.gate.wait(LIMIT), "the gate was never opened"
             self.thread = threading.current_thread().name
             if self.fail_at is not None and len(runner.steps) >= self.fail_at:
                 raise MemoryError("no memory for this step")
             time.sleep(self.delay)
-            return run(*arguments)
+            return run(*arguments, **options)
 
         runner.launch = guarded
         runner.close = lambda: None
@@ -158,6 +159,28 @@ def test_a_slow_consumer_misses_nothing_and_delays_nobody():
     serve(scenario)
 
 
+def test_first_tokens_are_handed_on_before_the_next_ones_of_others(monkeypatch):
+    """A caller that waits for its first token does not wait for the other callers of its step too."""
+    sent = []
+    send = Delivery.send
+    monkeypatch.setattr(Delivery, "send", lambda self, reports: (sent.append(list(reports)), send(self, reports))[1])
+
+    async def scenario(llm, fake):
+        fake.gate.clear()
+        early = [asyncio.create_task(collect(llm, [i], greedy(30))) for i in range(4)]
+        await until(lambda: llm.num_open_requests == 4)
+        fake.gate.set()
+        await until(lambda: any(len(reports) == 4 for reports in sent))
+        await collect(llm, [9], greedy(2))
+        await asyncio.gather(*early)
+
+    serve(scenario)
+    mixed = [reports for reports in sent if len({p.prompt_token_ids is None for _, p in reports}) == 2]
+    assert mixed, "no step had a first token beside others"
+    for reports in mixed:
+        assert reports[0][1].prompt_token_ids is not None
+
+
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break", "abort"])
 def test_leaving_frees_the_blocks_within_a_step(how):
     async def scenario(llm, fake):
@@ -269,10 +292,10 @@ def test_a_failure_does_not_keep_what_the_steps_held():
         kept = []
         run = fake.runner.launch
 
-        def failing(*arguments):
+        def failing(*arguments, **options):
             big = Tensor()
             kept.append(weakref.ref(big))
-            run(*arguments)
+            run(*arguments, **options)
             raise RuntimeError("the device is lost")
 
         fake.runner.launch = failing
@@ -439,7 +462,7 @@ def test_an_idle_engine_sleeps():
         await llm.call(lambda engine: None)
         cpu = time.process_time()
         await asyncio.sleep(0.3)
-        assert waits == [()], "it woke up by itself"
+        assert waits == [(None,)], "it woke up by itself"
         assert time.process_time() - cpu < 0.2
 
     serve(scenario)

@@ -49,6 +49,40 @@ def test_prompt_forms_give_the_same_result(llm):
     assert llm.generate([], greedy()) == []
 
 
+def test_priorities_order_the_prompts(folder):
+    with LLM(folder, block_size=4, max_num_seqs=1, scheduling_policy="priority") as llm:
+        served = llm.generate(["a", "b", "c"], greedy(), priority=[2, 0, 1])
+        assert [r.outputs[0].token_ids for r in served] == [
+            llm.generate(prompt, greedy(), priority=3)[0].outputs[0].token_ids for prompt in "abc"
+        ]
+        first = [r.metrics.first_token_time for r in served]
+        assert first[1] < first[2] < first[0]
+        chats = [[{"role": "user", "content": text}] for text in "ab"]
+        template = "{{ messages[0]['content'] }}"
+        one, two = llm.chat(chats, greedy(), chat_template=template, priority=[1, 0])
+        assert two.metrics.first_token_time < one.metrics.first_token_time
+        with pytest.raises(RequestError, match="2 priorities for 3 prompts"):
+            llm.generate(["a", "b", "c"], greedy(), priority=[0, 1])
+        with pytest.raises(RequestError, match="prompt 1: priority='high'"):
+            llm.generate(["a", "b"], greedy(), priority=[0, "high"])
+        assert not llm.engine.has_unfinished()
+
+
+def test_warming_up_is_for_idle_engines(llm):
+    llm.engine.warm_up()
+    stream = llm.stream("a", forever())
+    with pytest.raises(QEngineError, match="requests are under way"):
+        llm.engine.warm_up()
+    stream.close()
+    llm.engine.warm_up()
+
+
+def test_priorities_need_the_policy(llm):
+    assert llm.generate("a", greedy(), priority=0)
+    with pytest.raises(RequestError, match="scheduling_policy='priority'"):
+        llm.generate("a", greedy(), priority=1)
+
+
 def test_one_params_for_each_prompt(llm):
     results = llm.generate(["a", "b"], [forever(count=2), forever(count=5)])
     assert [len(r.outputs[0].token_ids) for r in results] == [2, 5]

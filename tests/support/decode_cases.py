@@ -21,12 +21,13 @@ class Case:
     softcap: float | None = None
     window: int | None = None
     dtype: torch.dtype = torch.float16
+    offsets: int = 1
 
     def __str__(self) -> str:
         lens = "x".join(map(str, self.lens)) if len(self.lens) < 6 else f"{len(self.lens)}rows"
         extra = (f"-cap{self.softcap}" if self.softcap else "") + (f"-win{self.window}" if self.window else "")
         name = f"{self.kind}-d{self.head_dim}-{self.heads}of{self.kv_heads}-b{self.block_size}-{lens}{extra}"
-        return name + f"-{str(self.dtype)[6:]}"
+        return name + f"-{str(self.dtype)[6:]}" + ("-two" if self.offsets == 2 else "")
 
     @property
     def options(self) -> dict:
@@ -56,7 +57,7 @@ def make(case: Case, device: str = "cpu", spread: float = 1.0) -> Step:
     """A step on a poisoned cache with shuffled blocks: places that are no sequence's are NaN or random codes."""
     rows = len(case.lens)
     counts = [-(-max(n, 0) // case.block_size) for n in case.lens]
-    layout = BlockLayout(case.kind, case.kv_heads, case.head_dim, case.block_size)
+    layout = BlockLayout(case.kind, case.kv_heads, case.head_dim, case.block_size, case.offsets)
     cache = poison(KVPool.allocate(layout, 2, sum(counts) + 3, device, rotate=False))
     ids = torch.randperm(sum(counts) + 3)
     tables = torch.zeros(rows, max(max(counts), 1) + 1, dtype=torch.int32)

@@ -7,9 +7,9 @@ import sys
 import torch
 from decode_cases import TOLERANCE, Case, error, make
 
-from qengine.kernels.paged_attn.decode import score_factors
+from qengine.kernels.paged_attn.decode import score_factors, shape_of
 from qengine.kernels.paged_attn.decode_kernel import paged_decode_kernel
-from qengine.kernels.paged_attn.decode_launch import DecodeLaunch, DecodeShape, part_floats
+from qengine.kernels.paged_attn.decode_launch import DecodeLaunch, part_floats
 
 BF16 = torch.bfloat16
 LENS = (37, 0, 100, 1)
@@ -34,6 +34,10 @@ CASES = [
     (Case((50, 90), "int4", 80, 20, 2, 32), DecodeLaunch(2, 16, 0, min_tiles=1), 3),
     (Case((77,), "int4", 128, 7, 1, window=40), DecodeLaunch(1, 16, 1, min_tiles=1, skip=True), 2),
     (Case((77,), "int4", 256, 2, 1), DecodeLaunch(1, 16, min_tiles=2), 2),
+    (Case(LENS, "int4", 64, offsets=2), DecodeLaunch(2, 32, 3, min_tiles=1, skip=True, ahead=True), 1),
+    (Case((50, 90), "int4", 80, 20, 2, 32, offsets=2), DecodeLaunch(2, 16, 0, min_tiles=1), 3),
+    (Case((77,), "int4", 112, 7, 1, 8, 5.0, 40, offsets=2), DecodeLaunch(1, 16, 1, min_tiles=1, skip=True), 2),
+    (Case((41,), "int4", 192, 9, 1, dtype=BF16, offsets=2), DecodeLaunch(1, 16, min_tiles=2), 2),
     (Case(LENS, "bfloat16", 64, 7, 1, 8, dtype=BF16), DecodeLaunch(2, 16, min_tiles=1), 1),
     (Case((33,), "int8", 64, 2, 1, dtype=BF16), DecodeLaunch(2, 16, min_tiles=1), 2),
 ]
@@ -42,9 +46,11 @@ CASES = [
 def attend(case: Case, launch: DecodeLaunch, splits: int) -> float:
     """The largest relative error of a row; infinite where a lock was left taken or the padding written to."""
     step = make(case)
-    shape = DecodeShape(case.kind, case.head_dim, case.heads // case.kv_heads, case.block_size)
+    shape = shape_of(step.q, step.cache)
     rows = len(case.lens)
     programs = rows * case.kv_heads * shape.passes * splits
+    # with as many programs as shares, pieces grow until there are enough; with spare ones they need not
+    shares = programs if splits == 2 else max(1, programs * 2 // 3)
     wide = torch.full((rows, case.heads + 1, case.head_dim), float("nan")).to(case.dtype)
     out = wide[:, : case.heads]
     parts = torch.full((programs * part_floats(shape),), float("nan"))
@@ -57,8 +63,9 @@ def attend(case: Case, launch: DecodeLaunch, splits: int) -> float:
         parts if cache.k_scale is None else cache.k_scale,
         parts if cache.v_scale is None else cache.v_scale, step.tables, step.lens, out, parts, stats, locks, to_score,
         cap, rows, case.window or 0, step.q.stride(0) // 8, out.stride(0), step.tables.stride(0),
-        cache.k.stride(0) * cache.k.element_size() // 16, launch.min_tiles, **shape.constants(launch, case.kv_heads),
-        QBF=case.dtype == BF16, SB=4, HAS_CAP=case.softcap is not None, HAS_WINDOW=case.window is not None, ASM=False,
+        cache.k.stride(0) * cache.k.element_size() // 16, launch.min_tiles, shares,
+        **shape.constants(launch, case.kv_heads), QBF=case.dtype == BF16, SB=4, HAS_CAP=case.softcap is not None,
+        HAS_WINDOW=case.window is not None, ASM=False,
     )  # fmt: skip
     if locks.any() or not wide[:, case.heads :].isnan().all():
         return float("inf")

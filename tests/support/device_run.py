@@ -36,7 +36,7 @@ class DeviceRun(PagedRun):
         widest = max(len(self.tables[row]) for row in rows)
         tables = [self.tables[r] + [0] * (widest - len(self.tables[r])) for r in rows]
         lengths = [max(end, (prompts or {}).get(row, 0)) for row, end in zip(rows, ends, strict=True)]
-        starts = [sum(counts[decode:i]) for i in range(decode, len(rows) + 1)]
+        starts = [sum(counts[:i]) for i in range(decode, len(rows) + 1)]
         place = {"device": self.model.device}
         batch = DeviceBatch(
             torch.tensor(tables, dtype=torch.int32, **place),

@@ -27,9 +27,11 @@ from qengine.engine.swap_policy import SwapPolicy
 VOCAB = 50
 
 
-def next_token(context, vocab=VOCAB):
+def next_token(context, vocab=VOCAB, allowed=None):
+    """allowed: the tokens to choose from, in order; None is all."""
     digest = hashlib.sha256(bytes(str(list(context)), "ascii")).digest()
-    return int.from_bytes(digest[:4], "little") % vocab
+    number = int.from_bytes(digest[:4], "little")
+    return number % vocab if allowed is None else allowed[number % len(allowed)]
 
 
 def expected(prompt, count, vocab=VOCAB, eos=()):
@@ -51,7 +53,8 @@ def histories(tokens):
 
 
 class FakeRunner:
-    """overlaps: steps run when their results are asked for, so that the next one is launched before.
+    """overlaps: steps run when their results are asked for, so that the next one is launched before. later: how many
+    of them were not drawn yet when they were launched.
 
     fail_at: numbers of the steps (from 1) that fail: while they are launched, or when their results are asked for.
     """
@@ -65,6 +68,7 @@ class FakeRunner:
         self.device.blocks = [{} for _ in range(num_blocks)]
         self.space = SwapSpace(self.device)
         self.sampled = {}
+        self.later = 0
         self.steps = []
         self.copies = 0
         self.nan_after = None
@@ -77,7 +81,7 @@ class FakeRunner:
     def run(self, items, copies, swap=NO_SWAP):
         return self.launch(items, copies, swap).result()
 
-    def launch(self, items, copies, swap=NO_SWAP):
+    def launch(self, items, copies, swap=NO_SWAP, *, later=False):
         self.calls += 1
         number = self.calls
         self._fail(number)
@@ -86,15 +90,14 @@ class FakeRunner:
         copies = list(copies)
         self.device.compute("copies", lambda: self._copy(copies))
         # Books change while a step is under way: what it needs is what they said when it was launched.
-        items = [
-            replace(i, block_table=list(i.block_table), token_ids=i.token_ids[: i.end], rows=[id(r) for r in i.rows])
-            for i in items
-        ]
-        tokens = []
+        rows = [row for item in items for row in item.rows]
+        items = [replace(i, block_table=list(i.block_table), token_ids=i.token_ids[: i.end]) for i in items]
+        masks, tokens = None if later else masks_of(rows), []
+        self.later += later
         self.copies += len(copies)
         self.steps.append([(item.seq_id, item.end - item.start) for item in items])
         finite = self.nan_after is None or len(self.steps) <= self.nan_after
-        step = self.device.compute("step", lambda: self._compute(items, tokens))
+        step = self.device.compute("step", lambda: self._compute(items, None if later else (rows, masks, tokens)))
         self._fail(number)
 
         def result():
@@ -103,7 +106,15 @@ class FakeRunner:
             self._fail(number, last=True)
             return StepResult(Samples(tokens, [finite] * len(tokens), [None] * len(tokens)))
 
-        flight = Flight(result)
+        def draw():
+            nonlocal masks, step
+            assert later, "a step is drawn twice"
+            assert masks is None, "a step is drawn twice"
+            self._fail(number)
+            masks = masks_of(rows)
+            step = self.device.compute("draw", lambda: self._draw(rows, masks, tokens))
+
+        flight = Flight(result, draw)
         return flight if self.overlaps else Done(flight.result())
 
     def close(self):
@@ -119,11 +130,11 @@ class FakeRunner:
         for (_, target), content in zip(copies, sources, strict=True):
             blocks[target] = content
 
-    def _compute(self, items, tokens):
-        blocks, written, sampled = self.device.blocks, set(), {}
+    def _compute(self, items, drawn):
+        blocks, written, contexts = self.device.blocks, set(), {}
         for item in items:
             if item.token_ids[-1] == UNKNOWN:
-                item.token_ids[-1] = self.sampled[item.rows[0]]  # by the step before; a KeyError is a defect
+                item.token_ids[-1] = self.sampled[id(item.rows[0])]  # by the step before; a KeyError is a defect
             assert UNKNOWN not in item.token_ids, "a token that nobody knows is computed"
         for item in items:
             known = histories(item.token_ids)
@@ -141,17 +152,28 @@ class FakeRunner:
             assert [p for p, _, _ in read] == list(range(item.end)), "a cached block is at another position"
             assert [t for _, t, _ in read] == item.token_ids, "the cache holds another sequence's tokens"
             assert [h for _, _, h in read] == histories(item.token_ids), "a block of another history"
-            for row in item.rows:
-                tokens.append(next_token([t for _, t, _ in read], self.vocab))
-                sampled[row] = tokens[-1]
-        self.sampled = sampled
+            contexts |= {id(row): [t for _, t, _ in read] for row in item.rows}
+        self.contexts = contexts
+        if drawn is not None:
+            self._draw(*drawn)
+
+    def _draw(self, rows, masks, tokens):
+        for row, mask in zip(rows, masks, strict=True):
+            tokens.append(next_token(self.contexts[id(row)], self.vocab, mask))
+        self.sampled = {id(row): token for row, token in zip(rows, tokens, strict=True)}
+
+
+def masks_of(rows):
+    """What rows with a grammar may sample, by the tokens that the host knows now."""
+    return [None if row.matcher is None else row.matcher.allowed(row.token_ids, row.num_prompt) for row in rows]
 
 
 class Flight:
     """A step under way."""
 
-    def __init__(self, result):
+    def __init__(self, result, draw):
         self.result = result
+        self.draw = draw
 
 
 def fake_engine(

@@ -25,10 +25,12 @@ class Case:
     dtype: torch.dtype = torch.float16
     before: int = 3
     spread: float = 1.0
+    offsets: int = 1
 
     def __str__(self) -> str:
         extra = f"-w{self.window}" if self.window else ""
         extra += f"-cap{self.softcap}" if self.softcap else ""
+        extra += "-two" if self.offsets == 2 else ""
         lens = ",".join(f"{n}+{c}" for n, c in self.lens)
         shape = f"{self.heads}/{self.kv_heads}x{self.head_dim}-bs{self.block_size}"
         return f"{self.kind}-{shape}-{lens}{extra}-{str(self.dtype)[6:]}"
@@ -50,7 +52,7 @@ class Step:
 
 def make(case: Case, device: str = "cpu") -> Step:
     """Fresh random keys, values and queries; blocks in random order, everything else in the cache is garbage."""
-    layout = BlockLayout(case.kind, case.kv_heads, case.head_dim, case.block_size)
+    layout = BlockLayout(case.kind, case.kv_heads, case.head_dim, case.block_size, case.offsets)
     needed = [-(-(n + c) // case.block_size) for n, c in case.lens]
     blocks = sum(needed) + 3
     pool = KVPool.allocate(layout, 2, blocks, "cpu")

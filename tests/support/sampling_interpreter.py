@@ -9,6 +9,7 @@ from unittest import mock
 
 import sampling_cases as cases
 import torch
+from fixed_mask import random_mask, with_mask
 from sampling_cases import KINDS, OPTIONS, row
 
 from qengine.engine import row_parameters, sampler
@@ -91,6 +92,23 @@ def rules() -> list[str]:
     return found
 
 
+def masks() -> list[str]:
+    """Rows with a grammar's mask, beside others, with biases, penalties and bans; changed logits bit for bit."""
+    vocab, found = 150, []
+    generator = torch.Generator().manual_seed(6)
+    options = [OPTIONS["everything"], {"temperature": 0}, OPTIONS["top_p"], OPTIONS["allowed"], OPTIONS["penalties"]]
+    rows = [row(o, seed=i, position=3, banned_ids=(0, 2), bad_words=((4,),)) for i, o in enumerate(options)]
+    for i, one in enumerate(rows[:4]):
+        with_mask(one, random_mask(vocab, (0.5, 0.02, 0.8, 1.0)[i], generator))
+    for kind in ("normal", "holes"):
+        logits = torch.stack([cases.logits_of(kind, vocab + 9, generator) for _ in rows])
+        gpu = GpuSampler(5, vocab, "cpu", shape=SMALL)
+        found += [f"masks, {kind}: {c}" for c in cases.complaints(gpu, logits, rows)]
+        if not torch.equal(gpu._changed[:5, :vocab], apply_rules(logits[:, :vocab], rows)):
+            found.append(f"masked logits of {kind} differ")
+    return found
+
+
 def logprobs() -> list[str]:
     """Logprobs, ranks and the most likely tokens, equal logits among them."""
     vocab, found = 100, []
@@ -123,9 +141,8 @@ def unusable() -> list[str]:
 def main() -> int:
     """Run all; the number of failures is the exit status."""
     assert sampler.uniform is row_parameters.uniform, "the numbers must be the CPU sampler's"
-    found = (
-        every_kind() + ties() + [c for name in DRAWN for c in distribution(name)] + rules() + logprobs() + unusable()
-    )
+    found = every_kind() + ties() + [c for name in DRAWN for c in distribution(name)] + rules() + masks()
+    found += logprobs() + unusable()
     print("\n".join(f"FAILED {c}" for c in found))
     print(f"{len(found)} failures in the interpreter")
     return len(found)

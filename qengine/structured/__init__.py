@@ -1,0 +1,1 @@
+"""Structured output: a language to masks over the vocabulary, by xgrammar. No queues and no sampling here."""
