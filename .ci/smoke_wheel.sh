@@ -26,6 +26,7 @@ for part in ("kernels", "convert"):  # namespace packages: pkgutil does not walk
 for name in names:
     importlib.import_module(name)
 assert (home / "convert" / "data" / "calibration.txt").is_file(), "the calibration text is missing from the wheel"
+assert (home / "server" / "page" / "vendor" / "purify.min.js").is_file(), "the page is missing from the wheel"
 print(f"wheel: {len(names)} modules import, parts: {', '.join(sorted(folders | {'kernels', 'convert'}))}; Python {sys.version.split()[0]}")
 PY
 "$OLDPWD/.venv-smoke/bin/qengine" version

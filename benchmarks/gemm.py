@@ -3,11 +3,14 @@
     python benchmarks/gemm.py                      # measure, write benchmarks/results/gemm.{json,md,png} and READMEs
     python benchmarks/gemm.py --peers tinygemm     # with these peers only
     python benchmarks/gemm.py --report             # write the tables and the plot from gemm.json again; no GPU
+    python benchmarks/gemm.py --tune-gemlite FILE  # let gemlite tune itself first, for a run with --gemlite-config FILE
 
 Every product is timed in a CUDA graph over as many different weights as defeat the cache, the median of the replays;
 the bandwidth of a large copy is measured first. Peers: cuBLAS in fp16, always; torch's tinygemm
-(`_weight_int4pack_mm`, bf16) and gemlite (`pip install gemlite`) where they are there. gemm.json has the GPU, versions,
-the command as it was run and the commit: of the checkout, or of QENGINE_COMMIT where the files were copied without git.
+(`_weight_int4pack_mm`, bf16) and gemlite (`pip install gemlite`) where they are there. gemlite takes minutes to tune
+itself and heats the card meanwhile; its result can be made before, by --tune-gemlite, also on another card of the kind.
+gemm.json has the GPU, versions, the command as it was run and the commit: of the checkout, or of QENGINE_COMMIT where
+the files were copied without git.
 """
 
 from __future__ import annotations
@@ -96,14 +99,14 @@ def tinygemm(n: int, k: int) -> Peer:
     return calls
 
 
-def gemlite(n: int, k: int) -> Peer:
-    """gemlite's A16W4 linear, after its own fast tuning."""
+def gemlite(n: int, k: int, sets: int | None = None) -> Peer:
+    """gemlite's A16W4 linear, after its own fast tuning, over so many weights (default: as defeat the cache)."""
     from gemlite import set_autotune
     from gemlite.core import DType, GemLiteLinearTriton
 
     set_autotune("fast")
     layers = []
-    for _ in range(weight_sets(n * k // 2)):
+    for _ in range(sets or weight_sets(n * k // 2)):
         layer = GemLiteLinearTriton(4, 128, k, n, DType.FP16, DType.FP16)
         codes = torch.randint(0, 16, (n, k), device="cuda", dtype=torch.uint8)
         scales = torch.rand(n * k // 128, 1, device="cuda", dtype=torch.float16)
@@ -117,6 +120,27 @@ def gemlite(n: int, k: int) -> Peer:
         return [lambda layer=layer: layer(x) for layer in layers]
 
     return calls
+
+
+def tune_gemlite(path: Path) -> None:
+    """Let gemlite tune itself for every product that is timed, and keep what it finds in `path`."""
+    from gemlite.core import GemLiteLinearTriton
+
+    for n, k in itertools.chain(*MODELS.values()):
+        calls = gemlite(n, k, sets=1)
+        for m in PEER_ROWS["gemlite"]:
+            calls(m)
+            torch.cuda.synchronize()
+        GemLiteLinearTriton.cache_config(str(path))
+        print(f"gemlite is tuned for {n}x{k}", flush=True)
+
+
+def load_gemlite(path: Path) -> None:
+    """Use what `tune_gemlite` kept."""
+    from gemlite.core import GemLiteLinearTriton
+
+    if not GemLiteLinearTriton.load_config(str(path)):
+        sys.exit(f"--gemlite-config: gemlite could not read {path}; make it with --tune-gemlite {path}")
 
 
 PEERS = {"tinygemm": tinygemm, "gemlite": gemlite}
@@ -213,6 +237,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--peers", default=",".join(PEERS), help="which to time, by commas; cuBLAS always is")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="rows of x, by commas")
+    parser.add_argument("--tune-gemlite", type=Path, metavar="FILE", help="only let gemlite tune itself into FILE")
+    parser.add_argument("--gemlite-config", type=Path, metavar="FILE", help="what --tune-gemlite wrote")
     parser.add_argument("--report", action="store_true", help="only write tables and plot from the gemm.json there is")
     options = parser.parse_args()
     if options.report:
@@ -220,6 +246,11 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gemm.py needs a CUDA device; --report writes tables from gemm.json without one")
+    if options.tune_gemlite:
+        tune_gemlite(options.tune_gemlite)
+        return
+    if options.gemlite_config:
+        load_gemlite(options.gemlite_config)
     versions = versions_of([p for p in options.peers.split(",") if p])
     about = describe(versions)
     bandwidth = copy_bandwidth()

@@ -143,6 +143,7 @@ def _plain_loads(options: Options, report: Report, say: Say, keep: Callable[[], 
         for load in (load for runs in loads.values() for load in runs):
             check_fits(load, llm)
         say("warming up")
+        llm.engine.warm_up()
         run_load(llm, [maker.warm_up(min(options.sizes.mixed, max_seqs(options)))])
         if "mixed" in loads:
             run_load(llm, [maker.warm_up_mixed()])

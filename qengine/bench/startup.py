@@ -5,6 +5,7 @@ The child is `python -m qengine.bench.startup JSON`, JSON being {"model": ..., "
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -51,18 +52,37 @@ def disk_cache_note(model: str) -> str:
 
 
 def child(task: dict[str, Any]) -> dict[str, float]:
-    """In the new process: load, generate one token, say when what was done."""
+    """In the new process: load, generate one token, say when what was done.
+
+    kernels_compiled: by this process itself until then, not by the workers that compile ahead.
+    """
     from qengine.llm import LLM
     from qengine.sampling_params import SamplingParams
 
     imported = time.time()
+    compiled = compiled_kernels()
     llm = LLM(task["model"], **task["settings"])
     loaded = time.time()
     prompt = [(7 * index) % llm.engine.limits.sample_vocab for index in range(PROMPT_TOKENS)]
     llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
     done = time.time()
     begin = task["started"]
-    return {"import_s": imported - begin, "load_s": loaded - begin, "first_token_s": done - begin}
+    times = {"import_s": imported - begin, "load_s": loaded - begin, "first_token_s": done - begin}
+    return times | {"kernels_compiled": len(compiled)}
+
+
+def compiled_kernels() -> list[str]:
+    """Fills up with the names of kernels that this process compiles from now on."""
+    names: list[str] = []
+    with contextlib.suppress(ImportError):  # without Triton there are none
+        from triton import knobs
+
+        def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+            if not cache_hit:
+                names.append(src.name)
+
+        knobs.compilation.listener = note
+    return names
 
 
 if __name__ == "__main__":

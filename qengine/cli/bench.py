@@ -62,6 +62,8 @@ def bench(
 ) -> None:
     """Measure latency, throughput, oversubscribed load, start-up and memory of a model on this machine.
 
+    `qengine bench serve` measures a running server instead.
+
     The loads are those that vLLM was measured with, token for token; on an H200 its figures are printed beside. Exit
     code 1 if a load failed; the others are run and written all the same.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qengine.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,6 +23,7 @@ class Method(str, Enum):
     rtn = "rtn"
     awq = "awq"
     gptq = "gptq"
+    best = "best"
 
 
 class Format(str, Enum):
@@ -36,10 +39,20 @@ def convert(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a model with plain weights.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The new folder.", show_default=False)],
     method: Annotated[
-        Method, typer.Option(help="awq: scales and clips by activations. gptq: compensates. rtn: rounds.")
+        Method,
+        typer.Option(help="awq: scales and clips by activations. gptq: compensates. best: both. rtn: rounds."),
     ] = Method.awq,
     bits: Annotated[int, typer.Option(help="2, 3, 4 or 8; awq-gemm has 4 only.")] = 4,
     group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1 for the whole row.")] = 128,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=BITS",
+            help="Other bits for modules whose name holds NAME (a regular expression); 16 leaves them. "
+            "lm_head=8 quantizes the output head. Can be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     sym: Annotated[
         bool | None,
         typer.Option(
@@ -55,8 +68,12 @@ def convert(
         Format | None, typer.Option(help="[default: awq-gemm; gptq: gptq, with --asym gptq_v2]", show_default=False)
     ] = None,
     calibration: Annotated[
-        Path | None,
-        typer.Option(help='.txt, or .jsonl with {"text": ...} lines. [default: bundled]', show_default=False),
+        str | None,
+        typer.Option(
+            help='.txt, .jsonl or .parquet with "text" or "messages", or dataset:NAME[:CONFIG][@SPLIT]. '
+            "[default: bundled]",
+            show_default=False,
+        ),
     ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Calibration windows. [default: 16 on a CPU, 128 on a GPU]", show_default=False)
@@ -65,11 +82,16 @@ def convert(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Draws the calibration windows.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where the same command was killed or interrupted.")
+    ] = False,
+    evaluate: Annotated[bool, typer.Option("--evaluate", help="Perplexity before and after, in the report.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantize a model to a folder that transformers, GPTQModel, vLLM and qengine load.
 
-    The folder appears only when it is whole; a run that is killed leaves nothing at --out.
+    The folder appears only when it is whole. A run that is killed leaves nothing at --out, but its finished layers in a
+    hidden folder beside it: the same command with --resume goes on from there, and gives the same files.
 
     [bold]Examples[/]
 
@@ -100,12 +122,25 @@ def convert(
             device=device,
             seed=seed,
             force=force,
+            resume=resume,
+            keep=_kept(keep or []),
+            evaluate=evaluate,
             progress=bar.update,
         )
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     else:
         _print_summary(report, Console())
+
+
+def _kept(pairs: list[str]) -> dict[str, int]:
+    kept = {}
+    for pair in pairs:
+        name, _, bits = pair.rpartition("=")
+        if not name or not bits.isdecimal():
+            raise ConfigError(f"--keep {pair}: give a part of a module's name and its bits, such as lm_head=8")
+        kept[name] = int(bits)
+    return kept
 
 
 class _Bar:
@@ -156,5 +191,7 @@ def _print_summary(report: ConvertReport, console: Console) -> None:
     minutes, seconds = divmod(report.seconds, 60)
     sizes = f"{report.source_bytes / 1e6:.1f} MB -> {report.out_bytes / 1e6:.1f} MB"
     console.print(f"weights {sizes} in {int(minutes)} min {seconds:.1f} s")
+    if report.evaluation is not None:
+        console.print(f"perplexity {report.evaluation.before:.3f} -> {report.evaluation.after:.3f}")
     for warning in report.warnings:
         console.print(f"[yellow]note:[/] {warning}", highlight=False, soft_wrap=True)

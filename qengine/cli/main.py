@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.markup import escape
 
-from qengine.cli import bench, chat, convert, demo, dequantize, doctor, evaluate, generate, inspect, plan, tune, version
+from qengine.cli import (
+    bench,
+    bench_serve,
+    chat,
+    convert,
+    demo,
+    dequantize,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    plan,
+    serve,
+    tune,
+    version,
+)
 from qengine.errors import QEngineError
+
+
+class TwoWords(typer.core.TyperGroup):
+    """Commands of two words, like `bench serve`, beside one named by the first of them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Take the first two arguments for a command's name if they are one."""
+        both = " ".join(args[:2])
+        return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
+
 
 app = typer.Typer(
     name="qengine",
-    help="Quantized inference for low-VRAM GPUs: convert, inspect, generate.",
+    cls=TwoWords,
+    help="Quantized inference for low-VRAM GPUs: convert, inspect, generate, serve.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -25,6 +53,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
     "generate": generate.generate,
     "chat": chat.chat,
+    "serve": serve.serve,
     "convert": convert.convert,
     "inspect": inspect.inspect,
     "dequantize": dequantize.dequantize,
@@ -32,11 +61,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
     "plan": plan.plan,
     "bench": bench.bench,
+    "bench serve": bench_serve.bench_serve,
     "tune": tune.tune,
     "version": version.version,
 }
+CONTEXT = {"bench serve": {"allow_extra_args": True}}
 for _name, _function in COMMANDS.items():
-    app.command(_name)(_function)
+    app.command(_name, context_settings=CONTEXT.get(_name))(_function)
 
 
 def main() -> None:

@@ -1,0 +1,71 @@
+"""/generate: a prompt to its text, without OpenAI's wrapping."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+
+from qengine.server.answers import EventStream, JSONAnswer, dump
+from qengine.server.generation import Job, Usage, run_stream, run_whole
+from qengine.server.prompts import read_prompts
+from qengine.server.protocol_completions import GenerateRequest
+from qengine.server.request_log import log_request
+from qengine.server.sampling import check_priority_given, completion_max_tokens, sampling_params
+from qengine.server.state import ServerState
+from qengine.server.structured import structured_outputs
+
+
+async def generate(state: ServerState, request: GenerateRequest) -> Response:
+    """{"text": [of each of the n completions], "finish_reasons": [...], "usage": {...}}; streamed, its pieces.
+
+    Raises ApiError, RequestError.
+    """
+    model = state.check_model(request.model)
+    prompts = await read_prompts(
+        state,
+        request.prompt if isinstance(request.prompt, str) else [request.prompt],
+        add_special_tokens=request.add_special_tokens,
+        cache_salt=request.cache_salt,
+    )
+    params = sampling_params(
+        state,
+        request,
+        prompts=1,
+        max_tokens=completion_max_tokens(state, request.max_tokens),
+        logprobs=None,
+        structured=structured_outputs(request),
+    )
+    priority = check_priority_given(request.priority)
+    job = Job(f"gen-{request.request_id or uuid.uuid4().hex}", "/generate", model, prompts, params, priority)
+    log_request(state.settings, job)
+    if request.stream:
+        return EventStream(state, lambda: _events(state, job))
+    return JSONAnswer(state, lambda: _body(state, job))
+
+
+async def _body(state: ServerState, job: Job) -> dict[str, Any]:
+    [result] = await run_whole(state, job)
+    usage = Usage()
+    usage.add(result, first=True)
+    return {
+        "text": [output.text for output in result.outputs],
+        "finish_reasons": [output.finish_reason for output in result.outputs],
+        "usage": usage.body(),
+    }
+
+
+async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes]:
+    """{"index", "text", "finish_reason"} of what is new."""
+    async with aclosing(run_stream(state, job)) as outputs:
+        async for _, output in outputs:
+            parts = [
+                {"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason}
+                for choice in output.outputs
+                if choice.text or choice.finish_reason
+            ]
+            if parts:
+                yield b"".join(b"data: " + dump(part) + b"\n\n" for part in parts)
