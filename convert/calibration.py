@@ -1,68 +1,14 @@
-"""Text for calibration: bundled, plain or JSON lines, cut into windows of tokens."""
+"""Calibration documents as tokens, and windows of them."""
 
 from __future__ import annotations
 
-import json
-import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qengine.convert.documents import Document, bundled_text, read_documents
 from qengine.errors import CheckpointError, ConfigError
-
-BUNDLED = "calibration.txt"
-EVALUATION = "evaluation.txt"
-
-
-def bundled_text(name: str = BUNDLED) -> str:
-    """A text that comes with the package (see data/README.md)."""
-    folder = resources.files("qengine.convert") / "data"
-    return (folder / name).read_text(encoding="utf-8")
-
-
-def read_documents(path: str | os.PathLike[str] | None) -> list[str]:
-    """The documents of a file: the whole of a .txt, each line's "text" of a .jsonl; None gives the bundled text.
-
-    Raises ConfigError for a missing, empty, undecodable or malformed file.
-    """
-    if path is None:
-        return [bundled_text()]
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(
-            f'--calibration {file}: no such file; give a .txt or a .jsonl with one {{"text": ...}} a line'
-        )
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--calibration {file}: byte {error.start} is not UTF-8; save the text as UTF-8, or pick a .txt or .jsonl"
-        ) from error
-    if "\0" in text:
-        raise ConfigError(f"--calibration {file}: holds NUL bytes, so it is no text; give a .txt or a .jsonl in UTF-8")
-    documents = _json_lines(file, text) if file.suffix.lower() in (".jsonl", ".ndjson") else [text]
-    documents = [document for document in documents if document.strip()]
-    if not documents:
-        raise ConfigError(f"--calibration {file}: holds no text; omit the option to use the bundled text")
-    return documents
-
-
-def _json_lines(file: Path, text: str) -> list[str]:
-    documents = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"--calibration {file}, line {number}: not JSON ({error})") from error
-        found = value.get("text") if isinstance(value, dict) else None
-        if not isinstance(found, str):
-            raise ConfigError(f'--calibration {file}, line {number}: expected an object with a string "text"')
-        documents.append(found)
-    return documents
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -79,15 +25,30 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def tokenize(tokenizer: Any, documents: list[str]) -> torch.Tensor:
-    """int64 [T]: the documents' tokens, one after the other, with the end-of-text token between documents."""
+def tokenize(tokenizer: Any, documents: list[Document]) -> torch.Tensor:
+    """int64 [T]: the documents' tokens, one after the other, with the end-of-text token between documents.
+
+    Conversations go through the tokenizer's chat template. Raises ConfigError if there is none, or it refuses one.
+    """
     ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     ids: list[int] = []
     for number, document in enumerate(documents):
         if number:
             ids.extend(ends)
-        ids.extend(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
+        text = document if isinstance(document, str) else _templated(tokenizer, document, number)
+        ids.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, Any]], number: int) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template is a program of the checkpoint's and may raise anything
+        raise ConfigError(
+            f"calibration: conversation {number} cannot be put into the tokenizer's chat template ({error}); use "
+            'samples with "text", or a checkpoint with a chat template'
+        ) from error
+    return text
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
@@ -126,3 +87,6 @@ def sample_windows(
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randperm(available, generator=generator)[:samples].sort().values
     return torch.stack([torch.cat((first, ids[i * body : (i + 1) * body])) for i in picked.tolist()])
+
+
+__all__ = ["bundled_text", "load_tokenizer", "read_documents", "sample_windows", "start_tokens", "tokenize"]

@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 from qengine.checkpoint import Checkpoint
+from qengine.checkpoint.writer import SHARD_BYTES
 from qengine.convert.formats import Plan, pack
 from qengine.convert.layer_result import LayerResult
 from qengine.convert.settings import ConvertSettings
 from qengine.convert.writer import FolderWriter
+from qengine.models.spec import ModelSpec
 from qengine.quant import WeightSource
+from qengine.quant.weights import QuantizedWeight
 
 COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
 COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 NOT_COPIED = {"config.json", "quantize_config.json", "quant_config.json", "quantization_config.json", "report.json"}
+
 MAX_COPIED_BYTES = 200_000_000
 
 
@@ -32,7 +36,7 @@ class Emitter:
     def outside_layers(self, prefixes: list[str]) -> None:
         """Embeddings, final norm, head and whatever else belongs to no decoder layer."""
         for name in self.source.names():
-            if not name.startswith(tuple(prefixes)):
+            if not name.startswith(tuple(prefixes)) and name != f"{self.plan.head()}.weight":
                 self._plain(name, self.source.tensor(name))
 
     def layer(self, prefix: str, result: LayerResult, weights: dict[str, torch.Tensor]) -> None:
@@ -42,7 +46,7 @@ class Emitter:
                 continue
             module, _, part = full.removeprefix(prefix).rpartition(".")
             if part == "weight" and module in result.quantized:
-                for suffix, tensor in pack(result.quantized[module], self.settings).items():
+                for suffix, tensor in self.packed(f"{prefix}{module}", result.quantized[module]).items():
                     self.writer.add(f"{prefix}{module}.{suffix}", tensor)
             elif part == "weight" and module in weights:
                 self._plain(full, result.to_file(module, weights[module]))
@@ -55,6 +59,15 @@ class Emitter:
                 self._plain(full, self.source.tensor(full).float() / result.rows[module].cpu())
             else:
                 self._plain(full, self.source.tensor(full))
+
+    def head(self, name: str, result: LayerResult) -> None:
+        """The quantized output head."""
+        for suffix, tensor in self.packed(name, result.quantized[name]).items():
+            self.writer.add(f"{name}.{suffix}", tensor)
+
+    def packed(self, module: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+        """The tensors of one module by suffix."""
+        return pack(weight, self.settings, self.plan.grid(module, self.settings)[2])
 
     def _plain(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.is_floating_point():
@@ -86,15 +99,24 @@ class Emitter:
         return config
 
 
-def estimate_bytes(source: WeightSource, plan: Plan, settings: ConvertSettings) -> int:
-    """About how much the new folder takes."""
+def estimate_bytes(
+    source: WeightSource, plan: Plan, settings: ConvertSettings, spec: ModelSpec, windows: torch.Tensor | None
+) -> int:
+    """About how much disk the conversion takes at its largest: the new folder, one shard twice, the saved states."""
     total = 20_000_000  # tokenizer and other side files
     for name in source.names():
         module = name.removesuffix(".weight")
         if module in plan.groups:
             rows, columns = source.linear_shape(module)
             group = plan.groups[module] if plan.groups[module] > 0 else columns
-            total += rows * columns * settings.bits // 8 + rows * (columns // group) * 3
+            total += rows * columns * plan.grid(module, settings)[0] // 8 + rows * (columns // group) * 3
         else:
             total += source.checkpoint.tensors[name].nbytes
-    return total
+    states = 0 if windows is None else 6 * 4 * windows.numel() * spec.hidden_size
+    return total + min(total, SHARD_BYTES) + states
+
+
+def estimate_repacked(checkpoint: Checkpoint) -> int:
+    """The same of a repacking: packed bytes stay about as many."""
+    total = checkpoint.disk_bytes() + 20_000_000
+    return total + min(total, SHARD_BYTES)

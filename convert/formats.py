@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +24,22 @@ class Plan:
     """Which modules are quantized, and in groups of how many columns.
 
     groups: full module name -> group size (-1: the whole row). group_size: what the config's one field says. plain:
-    full name -> why it stays unquantized.
+    full name -> why it stays unquantized. bits and sym: of modules that have others than the settings.
     """
 
     groups: dict[str, int]
     group_size: int
     plain: dict[str, str]
+    bits: dict[str, int] = field(default_factory=dict)
+    sym: dict[str, bool] = field(default_factory=dict)
+
+    def grid(self, name: str, settings: ConvertSettings) -> tuple[int, int, bool]:
+        """(bits, group size, symmetric) of one module."""
+        return self.bits.get(name, settings.bits), self.groups[name], self.sym.get(name, settings.sym)
+
+    def head(self) -> str | None:
+        """The output head's name, if it is quantized."""
+        return next((name for name in self.groups if name.endswith("lm_head")), None)
 
 
 def why_not_packed(format: str, bits: int, shape: tuple[int, int]) -> str | None:
@@ -49,14 +59,15 @@ def one_group_only(format: str) -> bool:
     return format == "awq-gemm"
 
 
-def pack(weight: QuantizedWeight, settings: ConvertSettings) -> dict[str, torch.Tensor]:
-    """Tensors of one module by their suffix ("qweight", "scales", ...), the bias not among them."""
-    q, zeros, scales, bits = weight.q.cpu(), weight.zeros.cpu(), weight.scales.cpu(), weight.spec.bits
+def pack(weight: QuantizedWeight, settings: ConvertSettings, sym: bool) -> dict[str, torch.Tensor]:
+    """Tensors of one module by their suffix ("qweight", "scales", ...), the bias not among them. sym: no zero points
+    are written where the format can do without."""
+    q, zeros, scales, bits = weight.q, weight.zeros, weight.scales, weight.spec.bits
     if settings.format == "awq-gemm":
         return pack_gemm(q, zeros, scales, bits)
     if settings.format == "compressed-tensors":
-        return pack_quantized(q, zeros, scales, bits, symmetric=settings.sym)
-    g_idx = weight.group_index().to(torch.int32).cpu()
+        return pack_quantized(q, zeros, scales, bits, symmetric=sym)
+    g_idx = weight.group_index().to(torch.int32)
     return pack_gptq(q, zeros, scales, bits, g_idx=g_idx, v2=settings.format == "gptq_v2")
 
 
@@ -71,6 +82,10 @@ def quantization_config(
     return _gptq_config(settings, plan, version, extra)
 
 
+def _left_out(plan: Plan) -> list[str]:
+    return [*([] if plan.head() else ["lm_head"]), *plan.plain]
+
+
 def _awq_config(settings: ConvertSettings, plan: Plan) -> dict[str, Any]:
     return {
         "quant_method": "awq",
@@ -78,22 +93,23 @@ def _awq_config(settings: ConvertSettings, plan: Plan) -> dict[str, Any]:
         "bits": settings.bits,
         "group_size": plan.group_size,
         "zero_point": not settings.sym,
-        "modules_to_not_convert": ["lm_head", *plan.plain],
+        "modules_to_not_convert": _left_out(plan),
     }
 
 
 def _gptq_config(settings: ConvertSettings, plan: Plan, version: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in plan.plain}
-    for name, group in plan.groups.items():
-        if group != plan.group_size:
-            dynamic[f"+:^{re.escape(name)}$"] = {"bits": settings.bits, "group_size": group}
+    for name in plan.groups:
+        bits, group, _ = plan.grid(name, settings)
+        if (bits, group) != (settings.bits, plan.group_size):
+            dynamic[f"+:^{re.escape(name)}$"] = {"bits": bits, "group_size": group}
     config: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": settings.bits,
         "group_size": plan.group_size,
         "desc_act": settings.desc_act,
         "sym": settings.sym,
-        "lm_head": False,
+        "lm_head": plan.head() is not None,
         "true_sequential": True,
         "static_groups": False,
         "format": settings.format,
@@ -107,37 +123,41 @@ def _gptq_config(settings: ConvertSettings, plan: Plan, version: str, extra: Map
 
 
 def _compressed_config(settings: ConvertSettings, plan: Plan) -> dict[str, Any]:
-    by_group: dict[int, list[str]] = {}
-    for name, group in plan.groups.items():
-        by_group.setdefault(group, []).append(name)
+    by_grid: dict[tuple[int, int, bool], list[str]] = {}
+    for name in plan.groups:
+        by_grid.setdefault(plan.grid(name, settings), []).append(name)
     groups: dict[str, Any] = {}
-    for number, (group, names) in enumerate(sorted(by_group.items(), key=lambda item: -len(item[1]))):
-        targets = ["Linear"] if len(by_group) == 1 else [f"re:^{re.escape(name)}$" for name in names]
-        groups[f"group_{number}"] = {
-            "targets": targets,
-            "weights": {
-                "num_bits": settings.bits,
-                "type": "int",
-                "symmetric": settings.sym,
-                "strategy": "channel" if group == -1 else "group",
-                "group_size": None if group == -1 else group,
-                "dynamic": False,
-                "actorder": None,
-                "block_structure": None,
-                "observer": "minmax",
-                "observer_kwargs": {},
-            },
-            "input_activations": None,
-            "output_activations": None,
-            "format": "pack-quantized",
-        }
+    for number, (grid, names) in enumerate(sorted(by_grid.items(), key=lambda item: -len(item[1]))):
+        targets = ["Linear"] if len(by_grid) == 1 else [f"re:^{re.escape(name)}$" for name in names]
+        groups[f"group_{number}"] = _compressed_group(targets, *grid)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head", *plan.plain],
+        "ignore": _left_out(plan),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "version": COMPRESSED_TENSORS_VERSION,
+    }
+
+
+def _compressed_group(targets: list[str], bits: int, group: int, sym: bool) -> dict[str, Any]:
+    return {
+        "targets": targets,
+        "weights": {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": sym,
+            "strategy": "channel" if group == -1 else "group",
+            "group_size": None if group == -1 else group,
+            "dynamic": False,
+            "actorder": None,
+            "block_structure": None,
+            "observer": "minmax",
+            "observer_kwargs": {},
+        },
+        "input_activations": None,
+        "output_activations": None,
+        "format": "pack-quantized",
     }

@@ -29,6 +29,8 @@ class GPTQSettings:
     """How GPTQ goes through the columns.
 
     damp: share of the mean diagonal added to H's diagonal; multiplied by ten until the factorization succeeds.
+    distrust: share of each entry of H's diagonal added to it. The products between columns are those of one text: with
+    more of it, later columns make up for less of what that text says and lose less on others.
     order: "plain" left to right; "grouped" groups by importance and columns by importance inside each, so the file
     keeps plain groups; "static" columns by importance with grids fixed beforehand, plain groups too; "act" columns by
     importance, groups formed in that order (needs g_idx in the file).
@@ -36,6 +38,7 @@ class GPTQSettings:
     """
 
     damp: float = 0.01
+    distrust: float = 0.3
     order: Order = "grouped"
     search: bool = True
 
@@ -47,12 +50,14 @@ class FactorizationError(QEngineError):
 def inverse_factor(hessian: torch.Tensor, damp: float) -> tuple[torch.Tensor, float]:
     """(U, damp used): U upper triangular with U^T U = (H + damp * mean(diag H) * I)^-1. hessian [K, K], symmetric."""
     mean = hessian.diagonal().mean()
-    identity = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     while damp <= MAX_DAMP:
-        damped = hessian + identity * (damp * mean)
+        damped = hessian.clone()
+        damped.diagonal().add_(damp * mean)
         lower, info = torch.linalg.cholesky_ex(damped)
+        del damped  # of a wide layer half a gigabyte, like the next two
         if int(info) == 0:
             inverse = torch.cholesky_inverse(lower)
+            del lower
             upper, info = torch.linalg.cholesky_ex(inverse, upper=True)
             if int(info) == 0 and bool(torch.isfinite(upper).all()):
                 return upper, damp
@@ -90,28 +95,32 @@ def quantize_gptq(
     hessian.diagonal()[dead] = 1.0
     weight[:, dead] = 0.0  # never excited by the data: zero costs nothing and keeps its group's range small
     importance = hessian.diagonal().clone()
+    hessian.diagonal().mul_(1 + settings.distrust)
     perm = column_order(importance, group, settings.order)
     upper, _ = inverse_factor(hessian[perm][:, perm], settings.damp)
 
     positions = torch.arange(width, device=weight.device)
     group_of = positions // group if settings.order == "act" else perm // group
-    fixed = _grids(weight.reshape(weight.shape[0], -1, group), scheme, importance.reshape(-1, group), settings)
-    columns = _Columns(weight[:, perm].T.contiguous(), upper, group_of, importance[perm])
+    columns = _Columns(weight[:, perm], upper, group_of, importance[perm])
+    scales = weight.new_empty(width // group, weight.shape[0])
+    zeros = torch.empty_like(scales)
     if settings.order == "static":
-        scales, zeros = fixed
-    else:
-        scales, zeros = torch.empty_like(fixed[0]), torch.empty_like(fixed[1])
-    codes = _solve(columns, scales, zeros, scheme, settings, group)
+        for g in range(width // group):
+            part = slice(g * group, (g + 1) * group)
+            scales[g], zeros[g] = _grid(weight[:, part], scheme, importance[part], settings)
+    del weight, hessian
+    solve = _solve_on_gpu if columns.weight.is_cuda and columns.weight.dtype == torch.float32 else _solve
+    codes = solve(columns, scales, zeros, scheme, settings, group)
 
     inverse = torch.argsort(perm)
     shuffled = settings.order == "act" and group < width
     g_idx = group_of[inverse].to(torch.int32) if shuffled else None
-    return assemble(codes[inverse].T.contiguous(), scales, zeros, scheme, g_idx)
+    return assemble(codes[:, inverse], scales.T.contiguous(), zeros.T.contiguous(), scheme, g_idx)
 
 
 @dataclass
 class _Columns:
-    """Columns in rounding order: weight [K, N] (a row is a column of W), U [K, K], group and importance [K]."""
+    """Columns in rounding order: weight [N, K], U [K, K], group and importance [K]."""
 
     weight: torch.Tensor
     upper: torch.Tensor
@@ -119,14 +128,11 @@ class _Columns:
     importance: torch.Tensor
 
 
-def _grids(
-    groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor, settings: GPTQSettings
+def _grid(
+    members: torch.Tensor, scheme: Scheme, importance: torch.Tensor, settings: GPTQSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales, zeros) [N, G] of groups [N, G, g]."""
-    if settings.search:
-        scales, zeros = search_grid(groups, scheme, importance)
-    else:
-        scales, zeros = minmax_grid(groups, scheme)
+    """(scales, zeros) [N] of one group [N, g]."""
+    scales, zeros = search_grid(members, scheme, importance) if settings.search else minmax_grid(members, scheme)
     return scales.squeeze(-1), zeros.squeeze(-1)
 
 
@@ -142,8 +148,11 @@ def _block_size(group: int) -> int:
 def _solve(
     columns: _Columns, scales: torch.Tensor, zeros: torch.Tensor, scheme: Scheme, settings: GPTQSettings, group: int
 ) -> torch.Tensor:
-    """Codes [K, N] in rounding order; fills scales and zeros [N, G] at each group's start unless they are static."""
-    weight, upper = columns.weight, columns.upper
+    """Codes [N, K] in rounding order; fills scales and zeros [G, N] at each group's start unless they are static.
+
+    Here a row is a column of W, so that each step works on memory that lies together.
+    """
+    weight, upper = columns.weight.T.contiguous(), columns.upper
     width = weight.shape[0]
     codes = torch.empty_like(weight)
     group_of = columns.group_of.tolist()
@@ -156,10 +165,9 @@ def _solve(
             at = start + j
             g = group_of[at]
             if settings.order != "static" and at % group == 0:
-                members = weight[at : at + group].T.unsqueeze(1)
-                s, z = _grids(members, scheme, columns.importance[at : at + group].unsqueeze(0), settings)
-                scales[:, g], zeros[:, g] = s.squeeze(1), z.squeeze(1)
-            s, z = scales[:, g], zeros[:, g]
+                part = slice(at, at + group)
+                scales[g], zeros[g] = _grid(weight[part].T, scheme, columns.importance[part], settings)
+            s, z = scales[g], zeros[g]
             column = block[j]
             codes[at] = to_codes(column, s, z, scheme)
             torch.sub(column, (codes[at] - z) * s, out=errors[j])
@@ -168,4 +176,31 @@ def _solve(
                 block[j + 1 :].addr_(local[j, j + 1 :], errors[j], alpha=-1)
         if end < width:
             weight[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
+    return codes.T.contiguous()
+
+
+def _solve_on_gpu(
+    columns: _Columns, scales: torch.Tensor, zeros: torch.Tensor, scheme: Scheme, settings: GPTQSettings, group: int
+) -> torch.Tensor:
+    """As `_solve`, with a kernel that goes through the columns of a block in one launch."""
+    from qengine.convert.gptq_kernel import solve_block
+
+    weight, upper = columns.weight.contiguous(), columns.upper.contiguous()
+    width = weight.shape[1]
+    codes = torch.empty_like(weight, dtype=torch.uint8)
+    group_of = columns.group_of.to(torch.int32)
+    starts = columns.group_of[::group].tolist()
+    # a group's grid comes from its updated weights, so a block ends where a group does
+    block_size = BLOCK if settings.order == "static" or group % BLOCK == 0 else min(group, BLOCK)
+    at = 0
+    while at < width:
+        if settings.order != "static" and at % group == 0:
+            g, part = starts[at // group], slice(at, at + group)
+            scales[g], zeros[g] = _grid(weight[:, part], scheme, columns.importance[part], settings)
+        until = width if settings.order == "static" else (at // group + 1) * group
+        end = min(at + block_size, until)
+        errors = solve_block(weight, upper, scales, zeros, group_of, codes, (at, end), scheme.max_code)
+        if end < width:
+            weight[:, end:].addmm_(errors, upper[at:end, end:], alpha=-1)
+        at = end
     return codes

@@ -14,8 +14,10 @@ from qengine.quant.weights import QuantizedWeight
 class LinearRecord:
     """What happened to one linear: the report's row.
 
-    error and rtn_error: mean squared change of the outputs over their mean square, on the calibration data; None where
-    no usable data was seen. weight_error: the same of the weights themselves, scales taken out.
+    error and rtn_error: mean squared distance of the outputs, as rounded and as round-to-nearest would have them, from
+    those of the best weight in full precision (see correction.py), over the outputs' mean square, on the calibration
+    data; None where no usable data was seen. weight_error: the change of the weights themselves over their squares,
+    scales taken out.
     """
 
     name: str
@@ -57,7 +59,11 @@ class LayerResult:
 
     def effective(self, name: str) -> torch.Tensor:
         """The rounded weight [N, K] float32 with the scales taken out: it acts on the source's own activations."""
-        weight = self.quantized[name].dequantize(torch.float32)
+        return self.taken_out(name, self.quantized[name])
+
+    def taken_out(self, name: str, quantized: QuantizedWeight) -> torch.Tensor:
+        """The same of a weight that is not chosen yet."""
+        weight = quantized.dequantize(torch.float32)
         if name in self.columns:
             weight = weight / self.columns[name]
         if name in self.rows:

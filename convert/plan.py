@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from qengine.convert.formats import Plan, one_group_only, why_not_packed
 from qengine.convert.scheme import STANDARD_GROUPS, fit_group
@@ -15,12 +16,17 @@ def make_plan(shapes: dict[str, tuple[int, int]], settings: ConvertSettings) -> 
 
     One group size for the whole model is preferred, because every reader takes it: the largest usual one, at most the
     size asked for, that divides every width. Where there is none, formats that can carry it get one a module, and AWQ
-    leaves the modules that do not fit unquantized. Raises UnsupportedError if nothing can be quantized.
+    leaves the modules that do not fit unquantized. Modules that `keep` names get their bits.
+    Raises UnsupportedError if nothing can be quantized.
     """
     notes: list[str] = []
     plain: dict[str, str] = {}
+    kept = {name: bits for name in shapes if (bits := settings.kept_bits(name)) is not None}
     for name, shape in shapes.items():
-        reason = why_not_packed(settings.format, settings.bits, shape)
+        if kept.get(name) == 16:
+            plain[name] = "kept as it is"
+            continue
+        reason = why_not_packed(settings.format, kept.get(name, settings.bits), shape)
         if reason is None and fit_group([shape[1]], settings.group_size) is None:
             reason = f"no group of 16 to {settings.group_size} columns divides in_features={shape[1]}"
         if reason is not None:
@@ -38,10 +44,14 @@ def make_plan(shapes: dict[str, tuple[int, int]], settings: ConvertSettings) -> 
                 f"group size {common} instead of {settings.group_size} for the whole model: "
                 f"{settings.group_size} does not divide in_features {widths}"
             )
-        return Plan(dict.fromkeys(fitting, common), common, plain), notes
-    if one_group_only(settings.format):
-        return _uniform(fitting, plain, notes, settings)
-    return _each_its_own(fitting, plain, notes, settings)
+        return _with_bits(Plan(dict.fromkeys(fitting, common), common, plain), kept, settings), notes
+    shape_plan = _uniform if one_group_only(settings.format) else _each_its_own
+    plan, notes = shape_plan(fitting, plain, notes, settings)
+    return _with_bits(plan, kept, settings), notes
+
+
+def _with_bits(plan: Plan, kept: dict[str, int], settings: ConvertSettings) -> Plan:
+    return replace(plan, bits={name: b for name, b in kept.items() if name in plan.groups and b != settings.bits})
 
 
 def _each_its_own(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from qengine.convert.awq import quantize_clipped, search_scales
+from qengine.convert.correction import corrected
 from qengine.convert.folding import Fold, fold_norm, producer_scales
 from qengine.convert.gptq import FactorizationError, GPTQSettings, quantize_gptq
 from qengine.convert.layer_result import LayerResult, LinearRecord
 from qengine.convert.rtn import quantize_rtn, round_trip
 from qengine.convert.scheme import Scheme
-from qengine.convert.stats import InputStats, output_error
+from qengine.convert.stats import InputStats, SplitStats, model_error, output_error
 from qengine.quant.weights import QuantizedWeight, QuantSpec
 
 
@@ -61,44 +63,106 @@ def apply_folds(layer: LayerInput, folds: list[Fold], stats: dict[str, InputStat
             result.columns[name] = scales
 
 
-def quantize_awq(layer: LayerInput, names: tuple[str, ...], stats: InputStats, result: LayerResult) -> None:
-    """Clip and round linears that share one input, with the columns that `apply_folds` chose."""
-    moment = stats.second_moment()
-    for name in names:
-        columns = result.columns.get(name)
-        scaled = moment if columns is None else moment / columns[:, None] / columns[None, :]
-        weight = result.to_file(name, layer.weights[name])
-        store(layer, name, "awq", quantize_clipped(weight, scaled, layer.schemes[name]), moment, result)
-
-
-def quantize_gptq_stage(
-    layer: LayerInput, names: tuple[str, ...], stats: InputStats, settings: GPTQSettings, result: LayerResult
+def quantize_stage(
+    layer: LayerInput,
+    names: tuple[str, ...],
+    stats: SplitStats,
+    method: str,
+    settings: GPTQSettings,
+    result: LayerResult,
 ) -> None:
-    """GPTQ for linears that share one input: stacked, because their rows do not depend on each other."""
+    """Round linears that share one input by `method`, in the columns that `apply_folds` chose.
+
+    method: "awq" clips, "gptq" compensates, "best" does for each linear what had the lower error on the held-out rows.
+    """
+    ways: dict[str, Rounding] = {"awq": round_clipped, "gptq": partial(round_gptq, settings=settings)}
+    chosen = dict.fromkeys(names, method)
+    if method == "best":
+        chosen = _choose(layer, names, stats, ways, result)
+    every = stats.all_rows()
+    targets = dict(zip(names, corrected([layer.weights[name] for name in names], every), strict=True))
+    for way, rounding in ways.items():
+        part = tuple(name for name in names if chosen[name] == way)
+        for name, quantized in rounding(layer, part, targets, every, result).items() if part else ():
+            store(layer, name, way, quantized, result, every.second_moment(), targets[name])
+
+
+def _choose(
+    layer: LayerInput, names: tuple[str, ...], stats: SplitStats, ways: dict[str, Rounding], result: LayerResult
+) -> dict[str, str]:
+    """Name -> the way whose rounding of the fitted rows' targets is nearest to the source on the held-out rows."""
+    held = stats.held if stats.held is not None else stats.fit
+    moment, cross = held.second_moment(), held.cross_moment()
+    targets = dict(zip(names, corrected([layer.weights[name] for name in names], stats.fit), strict=True))
+    errors: dict[str, dict[str, float]] = {name: {} for name in names}
+    for way, rounding in ways.items():
+        for name, quantized in rounding(layer, names, targets, stats.fit, result).items():
+            delta = result.taken_out(name, quantized) - layer.weights[name]
+            errors[name][way] = float(model_error(delta, layer.weights[name], moment, cross))
+    return {name: min(found, key=lambda way: found[way]) for name, found in errors.items()}
+
+
+Rounding = Callable[
+    [LayerInput, tuple[str, ...], dict[str, torch.Tensor], InputStats, LayerResult], dict[str, QuantizedWeight]
+]
+
+
+def _scaled_moment(name: str, stats: InputStats, result: LayerResult) -> torch.Tensor:
+    """The second moment of what the linear sees in the file, its input divided by the columns' scales."""
     moment = stats.second_moment()
-    scheme = layer.schemes[names[0]]
-    stacked = torch.cat([layer.weights[name] for name in names])
-    try:
-        whole = quantize_gptq(stacked, moment, scheme, settings)
-    except FactorizationError as error:
-        result.warnings.append(f"{layer.name}.{names[0]}: {error}; rounded to nearest instead")
-        quantize_nearest(layer, names, result, moment)
-        return
-    at = 0
+    if name in result.columns:
+        moment /= result.columns[name][:, None]
+        moment /= result.columns[name][None, :]
+    return moment
+
+
+def round_clipped(
+    layer: LayerInput,
+    names: tuple[str, ...],
+    targets: dict[str, torch.Tensor],
+    stats: InputStats,
+    result: LayerResult,
+) -> dict[str, QuantizedWeight]:
+    """Each group's range shrunk to where its own error is least, then rounded to nearest."""
+    moment = _scaled_moment(names[0], stats, result)
+    return {name: quantize_clipped(result.to_file(name, targets[name]), moment, layer.schemes[name]) for name in names}
+
+
+def round_gptq(
+    layer: LayerInput,
+    names: tuple[str, ...],
+    targets: dict[str, torch.Tensor],
+    stats: InputStats,
+    result: LayerResult,
+    *,
+    settings: GPTQSettings,
+) -> dict[str, QuantizedWeight]:
+    """GPTQ of the linears stacked, because their rows do not depend on each other."""
+    by_scheme: dict[Scheme, list[str]] = {}
     for name in names:
-        rows = slice(at, at + layer.weights[name].shape[0])
-        at = rows.stop
-        part = QuantizedWeight(whole.q[rows], whole.scales[rows], whole.zeros[rows], whole.spec, whole.g_idx)
-        store(layer, name, "gptq", part, moment, result)
+        by_scheme.setdefault(layer.schemes[name], []).append(name)
+    moment = _scaled_moment(names[0], stats, result)
+    made: dict[str, QuantizedWeight] = {}
+    for scheme, group in by_scheme.items():
+        stacked = torch.cat([result.to_file(name, targets[name]) for name in group])
+        try:
+            whole = quantize_gptq(stacked, moment, scheme, settings)
+        except FactorizationError as error:
+            result.warnings.append(f"{layer.name}.{group[0]}: {error}; clipped and rounded to nearest instead")
+            whole = quantize_clipped(stacked, moment, scheme)
+        at = 0
+        for name in group:
+            rows = slice(at, at + layer.weights[name].shape[0])
+            at = rows.stop
+            made[name] = QuantizedWeight(whole.q[rows], whole.scales[rows], whole.zeros[rows], whole.spec, whole.g_idx)
+    return made
 
 
-def quantize_nearest(
-    layer: LayerInput, names: tuple[str, ...], result: LayerResult, moment: torch.Tensor | None = None
-) -> None:
+def quantize_nearest(layer: LayerInput, names: tuple[str, ...], result: LayerResult) -> None:
     """Round to nearest, for method rtn and where calibration gave nothing usable."""
     for name in names:
         weight = result.to_file(name, layer.weights[name])
-        store(layer, name, "rtn", quantize_rtn(weight, layer.schemes[name]), moment, result)
+        store(layer, name, "rtn", quantize_rtn(weight, layer.schemes[name]), result)
 
 
 def store(
@@ -106,22 +170,22 @@ def store(
     name: str,
     method: str,
     quantized: QuantizedWeight,
-    moment: torch.Tensor | None,
     result: LayerResult,
+    moment: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
 ) -> None:
-    """Put one quantized linear and its record into the result."""
+    """Put one quantized linear and its record into the result. target: the weight in full precision that was aimed at
+    on the inputs of second moment `moment`."""
     scheme, weight = layer.schemes[name], layer.weights[name]
     spec = QuantSpec(scheme.bits, scheme.group_size, scheme.sym, quantized.g_idx is not None, method, "none")
     result.quantized[name] = QuantizedWeight(quantized.q, quantized.scales, quantized.zeros, spec, quantized.g_idx)
     record = LinearRecord(f"{layer.name}.{name}", method, scheme.bits, scheme.group(weight.shape[1]))
-    delta = result.effective(name) - weight
+    rounded = result.effective(name)
     squares = float(weight.square().sum())
-    record.weight_error = float(delta.square().sum()) / squares if squares > 0 else 0.0
-    if moment is not None:
+    record.weight_error = float((rounded - weight).square().sum()) / squares if squares > 0 else 0.0
+    if moment is not None and target is not None:
         energy = float(output_error(weight, moment))
         if energy > 0:
-            record.error = float(output_error(delta, moment)) / energy
-            record.rtn_error = record.error
-            if method != "rtn":
-                record.rtn_error = float(output_error(round_trip(weight, scheme) - weight, moment)) / energy
+            record.error = float(output_error(rounded - target, moment)) / energy
+            record.rtn_error = float(output_error(round_trip(weight, scheme) - target, moment)) / energy
     result.records.append(record)

@@ -43,4 +43,4 @@ def assemble(
     """Codes [N, K], scales and zeros [N, G], all floating, as the form that every format's packer takes."""
     spec = QuantSpec(scheme.bits, scheme.group_size, scheme.sym, g_idx is not None, "none", "none")
     half = scales.to(torch.float16)
-    return QuantizedWeight(codes.to(torch.uint8), half, zeros.to(torch.int16), spec, g_idx)
+    return QuantizedWeight(codes.to(torch.uint8).contiguous(), half, zeros.to(torch.int16), spec, g_idx)

@@ -1,18 +1,18 @@
-"""Runs the calibration data through one decoder layer at a time."""
+"""Runs the calibration data through one decoder layer at a time, beside the unquantized model's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 
-from qengine.convert.stats import InputStats
+from qengine.convert.activations import Activations
+from qengine.convert.stats import InputStats, SplitStats
 from qengine.layers.attention import DenseContext
 from qengine.models import DecoderLayer
 
-BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-PREVIEW_WINDOWS = 2
+BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 29}
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -22,72 +22,117 @@ class _Enough(Exception):
 
 
 class CalibrationRunner:
-    """Owns the calibration windows' hidden states: float32 [S, L, H] on the host, moved to the device batch by batch.
+    """Takes the calibration windows through layers, batch by batch: `states` through the quantized model, `reference`
+    through the source.
 
-    `observe` runs a layer without keeping its outputs, `advance` replaces the hidden states by them. widest: the most
-    columns that an activation inside a layer has; it decides how many windows a batch holds.
+    `observe` runs layers without keeping their outputs, `advance` replaces the states by them. widest: the most
+    columns that an activation inside a layer has; it decides how many windows a batch holds. hold_out: share of the
+    windows, the last ones, whose rows are kept apart in the statistics.
     """
 
-    def __init__(self, hidden: torch.Tensor, device: torch.device, widest: int) -> None:
-        self.hidden = hidden
-        self.device = device
-        row_bytes = 4 * widest * hidden.shape[1]
-        self._batch = max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cpu"]) // row_bytes)
+    def __init__(self, states: Activations, reference: Activations, widest: int, hold_out: float = 0.0) -> None:
+        self.states = states
+        self.hold_out = hold_out
+        self.reference = reference
+        self.device = states.device
+        row_bytes = 4 * widest * states.shape[1]
+        self._batch = max(1, BATCH_BYTES.get(self.device.type, BATCH_BYTES["cpu"]) // row_bytes)
 
     @property
     def samples(self) -> int:
         """Windows that are left; those with inf or NaN are dropped."""
-        return self.hidden.shape[0]
+        return len(self.states)
 
     @property
     def one_batch(self) -> bool:
         """Whether a single batch holds all windows, so that a hook sees all of a linear's inputs at once."""
         return 0 < self.samples <= self._batch
 
+    def _starts(self) -> range:
+        return range(0, self.samples, self._batch)
+
     @torch.no_grad()
-    def observe(self, layer: DecoderLayer, names: Iterable[str]) -> dict[str, InputStats]:
-        """Statistics of the inputs of the named linears, given in the order they run; what comes later is not run."""
-        names = list(names)
-        stats = {name: InputStats() for name in names}
-        hooks: dict[str, Hook] = dict(stats)
-        last = stats[names[-1]]
+    def inputs(self, layer: DecoderLayer, states: Activations, start: int, names: Sequence[str]) -> list[torch.Tensor]:
+        """What the named linears, given in the order they run, see for one batch from `start`; the rest is not run."""
+        seen: list[torch.Tensor] = []
+
+        def keep(x: torch.Tensor) -> None:
+            seen.append(x)
 
         def stop(x: torch.Tensor) -> None:
-            last(x)
+            seen.append(x)
             raise _Enough
 
+        hooks: dict[str, Hook] = dict.fromkeys(names, keep)
         hooks[names[-1]] = stop
-        with _hooked(layer, hooks):
-            for start in range(0, self.samples, self._batch):
-                with suppress(_Enough):
-                    self._run(layer, self.hidden[start : start + self._batch])
+        with _hooked(layer, hooks), suppress(_Enough):
+            self._run(layer, states.read(start, start + self._batch))
+        return seen
+
+    @torch.no_grad()
+    def observe_source(self, source: DecoderLayer, names: Sequence[str]) -> dict[str, InputStats]:
+        """Statistics of the named linears' inputs in the source."""
+        stats = {name: InputStats() for name in names}
+        for start in self._starts():
+            for name, x in zip(names, self.inputs(source, self.reference, start, names), strict=True):
+                stats[name](x)
         return stats
 
     @torch.no_grad()
-    def preview(self, layer: DecoderLayer) -> torch.Tensor | None:
-        """The layer's outputs for the first windows, None when none are left."""
-        return self._run(layer, self.hidden[:PREVIEW_WINDOWS]) if self.samples else None
+    def observe(self, layer: DecoderLayer, source: DecoderLayer, name: str) -> SplitStats:
+        """Statistics of one linear's input in the quantized model, beside its input in the source."""
+        stats = self.new_stats()
+        for start in self._starts():
+            reference = self.inputs(source, self.reference, start, [name])[0]
+            stats.add(self.inputs(layer, self.states, start, [name])[0], reference, self.fit_rows(start))
+        return stats
+
+    def new_stats(self) -> SplitStats:
+        """Empty ones, with held-out rows where there are any."""
+        return SplitStats(self._held() > 0)
+
+    def fit_rows(self, start: int) -> int:
+        """How many rows of the batch from window `start` are fitted."""
+        return max(0, self.samples - self._held() - start) * self.states.shape[1]
+
+    def _held(self) -> int:
+        return max(1, round(self.samples * self.hold_out)) if self.hold_out and self.samples > 1 else 0
 
     @torch.no_grad()
-    def advance(self, layer: DecoderLayer, hooks: Mapping[str, Hook] | None = None) -> int:
-        """Replace the hidden states by the layer's outputs; returns how many windows were dropped for inf or NaN.
+    def advance(
+        self,
+        layer: DecoderLayer,
+        source: DecoderLayer,
+        hooks: Mapping[str, Hook] | None = None,
+        source_hooks: Mapping[str, Hook] | None = None,
+    ) -> tuple[int, float | None]:
+        """Replace the states by the layers' outputs. Returns how many windows were dropped for inf or NaN, and the
+        squared distance of the two models' outputs relative to the source's, None with nothing left to compare.
 
-        hooks: linear name -> what to call with its input before it runs; it may replace the linear's weight.
+        hooks: linear name -> what to call with its input in `layer` before it runs; it may replace the weight.
+        source_hooks: the same for `source`, which sees a batch first.
         """
-        with _hooked(layer, hooks or {}):
-            for start in range(0, self.samples, self._batch):
-                part = slice(start, start + self._batch)
-                self.hidden[part] = self._run(layer, self.hidden[part]).to(self.hidden.device)
-        finite = torch.isfinite(self.hidden).flatten(1).all(dim=1)
-        dropped = int((~finite).sum())
-        if dropped:
-            self.hidden = self.hidden[finite].clone()
-        return dropped
+        bad: list[int] = []
+        distance, size = 0.0, 0.0
+        for start in self._starts():
+            with _hooked(source, source_hooks or {}):
+                expected = self._run(source, self.reference.read(start, start + self._batch))
+            with _hooked(layer, hooks or {}):
+                outputs = self._run(layer, self.states.read(start, start + self._batch))
+            finite = torch.isfinite(outputs).flatten(1).all(dim=1) & torch.isfinite(expected).flatten(1).all(dim=1)
+            bad += [start + place for place, good in enumerate(finite.tolist()) if not good]
+            distance += float((outputs[finite] - expected[finite]).square().sum(dtype=torch.float64))
+            size += float(expected[finite].square().sum(dtype=torch.float64))
+            self.states.write(start, outputs)
+            self.reference.write(start, expected)
+        self.states.drop(bad)
+        self.reference.drop(bad)
+        return len(bad), distance / size if size > 0 else None
 
     def _run(self, layer: DecoderLayer, windows: torch.Tensor) -> torch.Tensor:
         batch, length, width = windows.shape
         positions = torch.arange(length, device=self.device).repeat(batch)
-        rows = windows.reshape(batch * length, width).to(self.device)
+        rows = windows.reshape(batch * length, width)
         return layer(rows, positions, DenseContext(batch, length)).reshape(batch, length, width)
 
 
@@ -101,11 +146,3 @@ def _hooked(layer: DecoderLayer, hooks: Mapping[str, Hook]) -> Iterator[None]:
     finally:
         for name in hooks:
             linears[name].observer = None
-
-
-def relative_error(got: torch.Tensor | None, expected: torch.Tensor | None) -> float | None:
-    """Mean squared difference over mean square; None where there is nothing finite to compare."""
-    if got is None or expected is None:
-        return None
-    value = float((got - expected).square().sum() / expected.square().sum().clamp_min(1e-30))
-    return value if value == value and value != float("inf") else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from qengine.convert.scheme import Scheme
 from qengine.errors import ConfigError
 
-METHODS = ("rtn", "awq", "gptq")
+METHODS = ("rtn", "awq", "gptq", "best")
 FORMAT_BITS = {
     "awq-gemm": (4,),
     "gptq": (2, 3, 4, 8),
@@ -25,9 +27,10 @@ DEFAULT_SAMPLES = {"cpu": 16, "cuda": 128}
 class ConvertSettings:
     """A checked conversion; make it with `resolve_settings`.
 
-    method: rtn, awq or gptq. format: the output's packing. group_size: asked for, -1 one group a row. sym,
+    method: rtn, awq, gptq or best. format: the output's packing. group_size: asked for, -1 one group a row. sym,
     desc_act: see Scheme and GPTQSettings. samples windows of seq_len tokens calibrate; seed draws them. device: where
-    layers run.
+    layers run. keep: (regular expression, bits) of modules that get other bits, 16 for none; the first that is found in
+    a module's name counts.
     """
 
     method: str
@@ -40,10 +43,15 @@ class ConvertSettings:
     seq_len: int
     seed: int
     device: str
+    keep: tuple[tuple[str, int], ...] = ()
 
-    def scheme(self, group_size: int) -> Scheme:
+    def scheme(self, group_size: int, bits: int | None = None) -> Scheme:
         """The grid with a group size that fits."""
-        return Scheme(self.bits, group_size, self.sym, min_zero=1 if self.format == "gptq" else 0)
+        return Scheme(bits or self.bits, group_size, self.sym, min_zero=1 if self.format == "gptq" else 0)
+
+    def kept_bits(self, module: str) -> int | None:
+        """Bits that `keep` gives a module, None for the model's own."""
+        return next((bits for pattern, bits in self.keep if re.search(pattern, module)), None)
 
 
 def resolve_settings(
@@ -58,6 +66,7 @@ def resolve_settings(
     seq_len: int = DEFAULT_SEQ_LEN,
     seed: int = 0,
     device: str = "cpu",
+    keep: Mapping[str, int] | None = None,
 ) -> ConvertSettings:
     """Fill in the defaults of a method and refuse what cannot be written.
 
@@ -76,8 +85,12 @@ def resolve_settings(
             format = "awq-gemm"
         else:
             format = "gptq" if sym else "gptq_v2"
-    settings = ConvertSettings(method, format, bits, group_size, sym, desc_act, samples or 1, seq_len, seed, device)
+    pairs = tuple((keep or {}).items())
+    settings = ConvertSettings(
+        method, format, bits, group_size, sym, desc_act, samples or 1, seq_len, seed, device, pairs
+    )
     _check_grid(settings)
+    _check_keep(settings)
     if samples is None:
         samples = DEFAULT_SAMPLES["cpu" if device.startswith("cpu") else "cuda"]
     for name, value in (("--samples", samples), ("--seq-len", seq_len)):
@@ -85,6 +98,12 @@ def resolve_settings(
             raise ConfigError(f"{name}={value} is not allowed; give a whole number of at least 1")
     _check_device(device)
     return replace(settings, samples=samples)
+
+
+def repack_settings(format: str, bits: int, group_size: int, sym: bool, desc_act: bool) -> ConvertSettings:
+    """Of a repacking, which rounds nothing. Raises ConfigError for an unknown format."""
+    _one_of("--format", format, FORMATS)
+    return ConvertSettings("repack", format, bits, group_size, sym, desc_act, 0, 0, 0, "cpu")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -111,6 +130,22 @@ def _check_grid(settings: ConvertSettings) -> None:
             f"--desc-act needs a group index, which --format {format} has no place for; use --format gptq, or drop "
             "--desc-act: GPTQ then orders columns inside their groups, nearly as good"
         )
+
+
+def _check_keep(settings: ConvertSettings) -> None:
+    allowed = (*FORMAT_BITS[settings.format], 16)
+    for pattern, bits in settings.keep:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"--keep {pattern}={bits}: {pattern!r} is no regular expression ({error})") from error
+        if bits not in allowed:
+            raise ConfigError(
+                f"--keep {pattern}={bits} is not allowed with --format {settings.format}; allowed are "
+                f"{', '.join(map(str, allowed))} (16 leaves a module as it is)"
+            )
+        if settings.format == "awq-gemm" and bits != 16 and re.search(pattern, "lm_head"):
+            raise ConfigError(f"--keep {pattern}={bits}: no reader of awq-gemm knows a quantized lm_head; use another")
 
 
 def _check_device(device: str) -> None:

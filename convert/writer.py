@@ -1,14 +1,13 @@
-"""Writes a checkpoint folder that is either whole or not there.
+"""Writes a checkpoint folder that is either whole or not there, in parts that outlive a killed process.
 
-Everything goes to a hidden sibling of the target, config.json last; then the sibling is renamed. A process killed on
-the way leaves only the hidden folder, without config.json, and the next run for the same target removes it.
+Everything goes to a hidden sibling of the target. Each decoder layer is a file of its own there, and `state.json` says
+how many are finished: both appear by a rename, so a process killed at any moment leaves whole parts only. `commit`
+joins the parts to shards, writes config.json last, and renames the sibling.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import glob
 import json
 import os
 import shutil
@@ -17,50 +16,67 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from qengine.errors import CapacityError, ConfigError
+from qengine.checkpoint import TensorStore
+from qengine.checkpoint.writer import SHARD_BYTES, Entry, split_shards, write_shard
+from qengine.convert.workfolder import FolderLock, fsync_folder, restore_replaced
+from qengine.errors import CapacityError, ConfigError, QEngineError
 
-SHARD_BYTES = 4_000_000_000
 INDEX = "model.safetensors.index.json"
+STATE = "state.json"
 
 
 class FolderWriter:
-    """Context manager for one new folder. On an error or interrupt it removes what it wrote.
+    """Context manager for one new folder.
 
-    Raises ConfigError if `target` is a file or a folder with content and `force` is not set, CapacityError if the disk
-    is full. Nothing of the target changes before `commit`.
+    fingerprint: whatever the bytes of the result depend on; `resume` continues what an earlier process with the same
+    one left. `finished` parts are there then, and `saved` is what the last `finish_part` kept. An error that a user can
+    act on (QEngineError) removes the hidden folder; an interrupt, a kill or a crash leaves its finished parts.
+
+    Raises ConfigError if `target` is a file, or a folder with content and `force` is not set, or if `resume` finds an
+    unfinished conversion with another fingerprint; CapacityError if the disk is full. Nothing of the target changes
+    before `commit`.
     """
 
-    def __init__(self, target: Path, *, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        target: Path,
+        *,
+        force: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+        resume: bool = False,
+        fingerprint: dict[str, Any] | None = None,
+    ) -> None:
         self.target = Path(os.path.realpath(Path(target).expanduser()))
+        self.folder = self.target.parent / f".{self.target.name}.partial"
         self.force = force
         self.shard_bytes = shard_bytes
-        self.bytes_written = 0
+        self.resume = resume
+        self.fingerprint = json.loads(json.dumps(fingerprint or {}))
+        self.finished = 0
+        self.saved: dict[str, Any] = {}
+        self._layout: list[list[tuple[str, str, list[int], int]]] | None = None
+        self._shards_done = 0
         self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._shards: list[dict[str, int]] = []  # tensor name -> bytes, one dict a file
         self._committed = False
 
     def __enter__(self) -> FolderWriter:
-        """Check the target and make the hidden folder."""
+        """Check the target, and make the hidden folder or take up the one that is there."""
+        restore_replaced(self.target)
         self._check_target()
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_stale()
-        self.folder = self.target.parent / f".{self.target.name}.partial-{os.getpid()}"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
-        self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = FolderLock(self.folder, self.target)
+        if not (self.resume and self._take_up()):
+            self._lock.clear()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the hidden folder unless it became the target."""
-        os.close(self._lock)
-        if not self._committed:
+        """Remove the hidden folder unless it became the target, or has something to resume."""
+        self._lock.release()
+        keep = error is not None and not isinstance(error, QEngineError) and self.finished > 1
+        if not self._committed and not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _check_target(self) -> None:
@@ -72,39 +88,70 @@ class FolderWriter:
         elif self.target.exists():
             raise ConfigError(f"--out {self.target}: is not a folder; choose another path")
 
-    def _remove_stale(self) -> None:
-        for folder in self.target.parent.glob(f".{glob.escape(self.target.name)}.partial-*"):
-            lock = folder / ".lock"
-            if not lock.exists():
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-            handle = os.open(lock, os.O_RDWR)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:  # the lock goes with its process, so this one is alive
-                raise ConfigError(
-                    f"--out {self.target}: another conversion is writing it; wait, or choose another"
-                ) from error
-            finally:
-                os.close(handle)
-            shutil.rmtree(folder, ignore_errors=True)
+    def _take_up(self) -> bool:
+        """Read the state an earlier process left. False if there is nothing to go on with."""
+        path = self.folder / STATE
+        if not path.is_file():
+            return False
+        state = json.loads(path.read_text(encoding="utf-8"))
+        before = state["fingerprint"]
+        if before != self.fingerprint:
+            keys = sorted(k for k in {*before, *self.fingerprint} if before.get(k) != self.fingerprint.get(k))
+            changes = "; ".join(f"{k} was {before.get(k)!r}, is {self.fingerprint.get(k)!r}" for k in keys)
+            self._lock.release()
+            raise ConfigError(
+                f"--resume: the unfinished conversion at {self.folder} was started differently ({changes}); repeat its "
+                "command, or drop --resume to start over"
+            )
+        self.finished, self.saved = state["finished"], state["saved"]
+        self._layout, self._shards_done = state["layout"], state["shards_done"]
+        return True
 
     def require_space(self, needed: int) -> None:
-        """Raise CapacityError now if the disk has less than `needed` bytes free."""
+        """Raise CapacityError now if the disk has less than `needed` bytes free, those already written aside."""
+        written = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
         free = shutil.disk_usage(self.target.parent).free
-        if free < needed:
+        if free + written < needed:
             raise CapacityError(
-                f"--out {self.target}: the disk has {free / 1e9:.2f} GB free and the checkpoint needs about "
-                f"{needed / 1e9:.2f} GB; free some space or choose another disk"
+                f"--out {self.target}: the disk has {free / 1e9:.2f} GB free and the conversion needs about "
+                f"{(needed - written) / 1e9:.2f} GB; free some space or choose another disk"
             )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Queue one tensor for the current shard; a full shard goes to the disk."""
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self.shard_bytes:
-            self._flush()
+        """Queue one tensor for the current part."""
         self._pending[name] = tensor.detach().cpu().contiguous()
-        self._pending_bytes += size
+
+    def finish_part(self, saved: dict[str, Any]) -> None:
+        """Put the queued tensors on the disk as the next part, and `saved` beside them; then both count."""
+        entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._pending.items()]
+        self._write_tensors(self._part(self.finished), entries, self._pending)
+        self._pending = {}
+        self.finished += 1
+        self.saved = saved
+        self._write_state()
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.safetensors"
+
+    def _write_tensors(self, path: Path, entries: list[Entry], tensors: Any) -> None:
+        temporary = path.with_suffix(".tmp")
+        try:
+            write_shard(temporary, entries, tensors.__getitem__)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.rename(temporary, path)
+        except OSError as error:
+            raise self.translate(error) from error
+
+    def _write_state(self) -> None:
+        state = {
+            "fingerprint": self.fingerprint,
+            "finished": self.finished,
+            "layout": self._layout,
+            "shards_done": self._shards_done,
+            "saved": self.saved,
+        }
+        self.add_bytes(STATE, json.dumps(state).encode())
 
     def add_json(self, name: str, value: dict[str, Any]) -> None:
         """Write a JSON file."""
@@ -112,71 +159,98 @@ class FolderWriter:
         self.add_bytes(name, text.encode("utf-8"))
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """Write a file."""
+        """Write a file; it appears whole."""
+        temporary = self.folder / f"{name}.tmp"
         try:
-            with open(self.folder / name, "wb") as file:
+            with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            os.rename(temporary, self.folder / name)
         except OSError as error:
-            raise self._translate(error) from error
-        self.bytes_written += len(data)
+            raise self.translate(error) from error
 
-    def _flush(self) -> None:
-        path = self.folder / f"shard-{len(self._shards):05d}.safetensors"
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-            os.chmod(path, os.stat(self.folder / ".lock").st_mode)  # the library writes files for the owner alone
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        except (OSError, SafetensorError) as error:
-            raise self._translate(error) from error
-        self.bytes_written += path.stat().st_size
-        self._shards.append({n: t.numel() * t.element_size() for n, t in self._pending.items()})
-        self._pending, self._pending_bytes = {}, 0
-
-    def _translate(self, error: Exception) -> Exception:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left" in str(error) or "os error 28" in str(error):
+    def translate(self, error: OSError) -> Exception:
+        """CapacityError for a full disk, else the error itself."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return CapacityError(
-                f"--out {self.target}: the disk is full after {self.bytes_written / 1e9:.2f} GB; what was written is "
-                "removed. Free some space or choose another disk"
+                f"--out {self.target}: the disk is full; what was written is removed. Free some space or choose "
+                "another disk"
             )
         return error
 
     def commit(self, config: dict[str, Any]) -> None:
-        """Finish the shards, write config.json last, and put the folder in its place."""
-        if self._pending:
-            self._flush()
-        self._name_shards()
+        """Join the parts to shards if `join` has not, write config.json last, and put the folder in its place."""
+        self.join()
         self.add_json("config.json", config)
-        os.unlink(self.folder / ".lock")
-        _fsync_folder(self.folder)
-        old = None
+        for file in (self.folder / STATE, self._lock.path):
+            file.unlink()
+        fsync_folder(self.folder)
+        old = self.target.parent / f".{self.target.name}.replaced"
         if self.target.is_dir() and any(self.target.iterdir()):
-            old = self.target.parent / f".{self.target.name}.old-{os.getpid()}"
             os.rename(self.target, old)
         os.rename(self.folder, self.target)
         self._committed = True
-        _fsync_folder(self.target.parent)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        fsync_folder(self.target.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
-    def _name_shards(self) -> None:
-        total = len(self._shards)
-        weight_map: dict[str, str] = {}
-        for number, sizes in enumerate(self._shards):
-            name = "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-            os.rename(self.folder / f"shard-{number:05d}.safetensors", self.folder / name)
-            weight_map.update(dict.fromkeys(sizes, name))
+    def join(self) -> int:
+        """Make shards of the parts; returns their bytes.
+
+        A part goes once all of it is in shards, so the disk holds one shard twice at most.
+        """
+        if self._pending:
+            self.finish_part(self.saved)
+        if self._layout is None:
+            self._layout = self._plan_shards()
+            self._write_state()
+        total = len(self._layout)
+        names = [
+            "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+            for number in range(total)
+        ]
+        for number, shard in enumerate(self._layout):
+            if number >= self._shards_done:
+                self._write_shard(self.folder / names[number], shard)
+                self._shards_done = number + 1
+                self._write_state()
+            later = {part for rest in self._layout[number + 1 :] for *_, part in rest}
+            for part in {part for *_, part in shard} - later:
+                self._part(part).unlink(missing_ok=True)
         if total > 1:
-            size = sum(sum(sizes.values()) for sizes in self._shards)
+            weight_map = {name: names[number] for number, shard in enumerate(self._layout) for name, *_ in shard}
+            size = sum(_entry(item).nbytes for shard in self._layout for item in shard)
             self.add_json(INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+        return sum((self.folder / name).stat().st_size for name in names)
+
+    def _plan_shards(self) -> list[list[tuple[str, str, list[int], int]]]:
+        entries, part_of = [], {}
+        for part in range(self.finished):
+            for name, info in TensorStore([self._part(part)]).items():
+                entries.append(Entry(name, info.dtype, info.shape))
+                part_of[name] = part
+        return [
+            [(e.name, str(e.dtype).removeprefix("torch."), list(e.shape), part_of[e.name]) for e in shard]
+            for shard in split_shards(entries, self.shard_bytes)
+            if shard
+        ]
+
+    def _write_shard(self, path: Path, shard: list[tuple[str, str, list[int], int]]) -> None:
+        stores = TensorStore([self._part(part) for part in sorted({part for *_, part in shard})])
+        self._write_tensors(path, [_entry(item) for item in shard], _Loading(stores))
 
 
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+class _Loading:
+    """The tensors of a store, each mapped while it is copied only, so that mapped pages do not add up."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self.store = store
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.store.close()
+        return self.store.load(name)
+
+
+def _entry(item: tuple[str, str, list[int], int]) -> Entry:
+    name, dtype, shape, _ = item
+    return Entry(name, getattr(torch, dtype), tuple(shape))

@@ -53,7 +53,7 @@ def test_equals_the_plain_algorithm(order, k, group, bits, sym):
     perm = column_order(h.diagonal(), size, order)
     group_of = torch.arange(k) // size if order == "act" else perm // size
     q, s, z = plain_gptq(w, h, scheme, 0.01, perm, group_of, static=order == "static")
-    got = quantize_gptq(w, h, scheme, GPTQSettings(damp=0.01, order=order, search=False))
+    got = quantize_gptq(w, h, scheme, GPTQSettings(damp=0.01, distrust=0, order=order, search=False))
     assert torch.equal(got.q, q.to(torch.uint8))
     assert torch.equal(got.scales.double(), s)
     assert torch.equal(got.zeros.double(), z)

@@ -31,7 +31,7 @@ def test_defaults_load_everywhere():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "magic"}, "--method='magic' is not known; allowed are rtn, awq, gptq"),
+        ({"method": "magic"}, "--method='magic' is not known; allowed are rtn, awq, gptq, best"),
         ({"format": "gemv"}, "--format='gemv' is not known"),
         ({"bits": 3, "format": "awq-gemm"}, "whose readers know 4 bits; use --format gptq"),
         ({"bits": 5, "method": "gptq"}, "--bits=5 is not allowed"),
@@ -89,6 +89,72 @@ def test_calibration_files(tmp_path):
     plain = tmp_path / "a.txt"
     plain.write_bytes("\ufeffone\ntwo".encode())
     assert read_documents(plain) == ["one\ntwo"]
+
+
+def test_conversations_go_through_the_template(tmp_path):
+    from qengine.convert.calibration import load_tokenizer, tokenize
+
+    _, folder = convertible()
+    tokenizer = load_tokenizer(folder)
+    chat = [{"role": "user", "content": "Who swims?"}, {"role": "assistant", "content": "The whale."}]
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": chat}) + "\n" + json.dumps({"text": "sea"}) + "\n")
+    documents = read_documents(file)
+    assert documents == [chat, "sea"]
+    text = tokenizer.decode(tokenize(tokenizer, documents))
+    assert tokenizer.apply_chat_template(chat, tokenize=False) in text
+    assert text.endswith("sea")
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="conversation 0 cannot be put into the tokenizer's chat template"):
+        tokenize(tokenizer, documents)
+
+
+def test_datasets_of_the_hub(monkeypatch):
+    from types import SimpleNamespace
+
+    from qengine.convert import documents
+
+    asked = []
+
+    def load_dataset(path, config, *, split, streaming):
+        asked.append((path, config, split, streaming))
+        if path == "gone":
+            raise ValueError("no such data set")
+        return iter([{"text": "one"}, {"text": "two" * 10}, {"text": "three"}])
+
+    monkeypatch.setattr(documents, "ENOUGH", 20)
+    monkeypatch.setattr(documents.importlib, "import_module", lambda name: SimpleNamespace(load_dataset=load_dataset))
+    assert read_documents("dataset:wiki:raw@test") == ["one", "two" * 10]
+    assert read_documents("dataset:wiki")[0] == "one"
+    assert asked == [("wiki", "raw", "test", True), ("wiki", None, "train", True)]
+    with pytest.raises(ConfigError, match="dataset:gone: cannot be loaded"):
+        read_documents("dataset:gone")
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    chat = [{"role": "user", "content": "Who?"}]
+    parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["one", "two"]}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"messages": [chat]}), tmp_path / "b.parquet")
+    parquet.write_table(pyarrow.table({"other": [1]}), tmp_path / "c.parquet")
+    (tmp_path / "d.parquet").write_bytes(b"nothing of the kind")
+    assert read_documents(tmp_path / "a.parquet") == ["one", "two"]
+    assert read_documents(tmp_path / "b.parquet") == [chat]
+    for name, words in (("c", 'neither a string "text" nor "messages", but other'), ("d", "is no parquet file")):
+        with pytest.raises(ConfigError, match=words):
+            read_documents(tmp_path / f"{name}.parquet")
+
+
+def test_libraries_that_are_not_there_are_named(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for source in ("dataset:wiki", tmp_path / "a.parquet"):
+        with pytest.raises(ConfigError, match=r"pip install 'qengine\[datasets\]'"):
+            read_documents(source)
 
 
 @pytest.mark.parametrize(

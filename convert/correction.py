@@ -1,0 +1,33 @@
+"""Weights that make up for what quantizing the layers before has done to their inputs.
+
+A linear sees x where the source's sees x_ref. Of all W', W x_ref is met best, in the mean square, by
+W + W C H^-1 with H = mean x x^T and C = mean (x_ref - x) x^T; rounding then aims at it instead of W. (The asymmetric
+calibration of GPTAQ, arXiv 2504.02692, in closed form.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qengine.convert.stats import InputStats
+
+DAMP = 0.1
+"""Share of the mean diagonal added to H: C is estimated on a sample, and directions hardly seen must not be trusted."""
+
+
+def corrected(weights: list[torch.Tensor], stats: InputStats, damp: float = DAMP) -> list[torch.Tensor]:
+    """The target of rounding for each of `weights` ([N_i, K], float32), which read one input. Without a reference in
+    the statistics, or where H cannot be factored, the weights themselves."""
+    cross = stats.cross_moment()
+    if cross is None:
+        return weights
+    moment = stats.second_moment()
+    moment.diagonal().add_(damp * moment.diagonal().mean())
+    lower, info = torch.linalg.cholesky_ex(moment)
+    del moment
+    if int(info):
+        return weights
+    shifts = [torch.cholesky_solve((weight @ cross).T, lower).T for weight in weights]
+    if not all(bool(torch.isfinite(shift).all()) for shift in shifts):
+        return weights
+    return [weight + shift for weight, shift in zip(weights, shifts, strict=True)]
