@@ -82,7 +82,7 @@ class Activations:
         with open(path, "wb") as file:
             for part in self._chunks():
                 words = part.cpu().contiguous()
-                total = (total + int(words.view(torch.int32).sum(dtype=torch.int64))) % (1 << 62)
+                total = (total + _sum(words)) % (1 << 62)
                 file.write(words.numpy().data)
             file.flush()
         return total
@@ -96,7 +96,7 @@ class Activations:
         with open(path, "rb") as file:
             for part in self._chunks():
                 words = torch.frombuffer(bytearray(file.read(part.numel() * 4)), dtype=torch.float32)
-                found = (found + int(words.view(torch.int32).sum(dtype=torch.int64))) % (1 << 62)
+                found = (found + _sum(words)) % (1 << 62)
                 part.copy_(words.view(part.shape))
         if found != total:
             raise _damaged(path)
@@ -104,6 +104,14 @@ class Activations:
     def _chunks(self) -> tuple[torch.Tensor, ...]:
         window = 4 * self._data.shape[1] * self._data.shape[2]
         return self._data.split(max(1, CHUNK_BYTES // window))
+
+
+def _sum(words: torch.Tensor) -> int:
+    """Of the bits, eight bytes at a time where they come out even; it wraps around."""
+    flat = words.reshape(-1)
+    if flat.numel() % 2:
+        return int(flat.view(torch.int32).sum(dtype=torch.int64))
+    return int(flat.view(torch.int64).sum())
 
 
 def _damaged(path: Path) -> CheckpointError:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qengine.convert.grid import fake_quantize, fit_range, split_groups, to_codes
-from qengine.convert.rtn import assemble, round_trip
+from qengine.convert.grid import fake_quantize, fit_range, search_grid, split_groups, to_codes
+from qengine.convert.rtn import assemble
 from qengine.convert.scheme import Scheme
 from qengine.convert.stats import output_error
 from qengine.quant.weights import QuantizedWeight
@@ -20,6 +20,8 @@ from qengine.quant.weights import QuantizedWeight
 COARSE = (0, 20, 40, 60, 80, 100)  # per cent
 # Output rows that the search looks at, evenly spread: more change the choice little and cost in proportion.
 MAX_ROWS = 1024
+# Fractions of a group's range that a candidate is judged by: what clips well may scale otherwise than what does not.
+JUDGED_BY = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 CLIP_STEPS = tuple(1.0 - i / 20 for i in range(11))
 
 
@@ -72,13 +74,14 @@ def search_scales(
         magnitude, profile = _average(magnitude, share), _average(profile, share)
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
     stacked = stacked[:: -(-stacked.shape[0] // MAX_ROWS)]
+    importance = second_moment.diagonal().clamp_min(0)
     seen: dict[tuple[int, bool], tuple[float, torch.Tensor]] = {}
 
     def loss_at(percent: int, duo: bool) -> float:
         key = (percent, duo)
         if key not in seen:
             scales = candidate_scales(magnitude, profile, percent / 100, duo)
-            delta = round_trip(stacked * scales, scheme) / scales - stacked
+            delta = rounded(stacked * scales, scheme, importance / scales.square()) / scales - stacked
             seen[key] = (float(output_error(delta, second_moment)), scales)
         return seen[key][0]
 
@@ -91,6 +94,13 @@ def search_scales(
                 loss_at(best + offset, duo)
     (percent, duo), (loss, scales) = min(seen.items(), key=lambda item: item[1][0])
     return ScaleChoice(scales, percent / 100, duo, loss, plain)
+
+
+def rounded(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor) -> torch.Tensor:
+    """`weight` [N, K] rounded in each group's range of least squared error, weighted by `importance` [K]."""
+    groups = split_groups(weight, scheme)
+    scales, zeros = search_grid(groups, scheme, importance.reshape(groups.shape[1:]), JUDGED_BY)
+    return fake_quantize(groups, scales, zeros, scheme).reshape(weight.shape)
 
 
 def _average(values: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

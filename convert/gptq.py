@@ -89,7 +89,7 @@ def quantize_gptq(
     """
     width = weight.shape[1]
     group = scheme.group(width)
-    hessian = second_moment.to(weight.dtype).clone()
+    hessian = second_moment.to(weight.dtype, copy=True)
     weight = weight.clone()
     dead = hessian.diagonal() <= 0
     hessian.diagonal()[dead] = 1.0
@@ -97,7 +97,10 @@ def quantize_gptq(
     importance = hessian.diagonal().clone()
     hessian.diagonal().mul_(1 + settings.distrust)
     perm = column_order(importance, group, settings.order)
-    upper, _ = inverse_factor(hessian[perm][:, perm], settings.damp)
+    hessian = hessian[perm]
+    hessian = hessian[:, perm]
+    upper, _ = inverse_factor(hessian, settings.damp)
+    del hessian
 
     positions = torch.arange(width, device=weight.device)
     group_of = positions // group if settings.order == "act" else perm // group
@@ -108,7 +111,7 @@ def quantize_gptq(
         for g in range(width // group):
             part = slice(g * group, (g + 1) * group)
             scales[g], zeros[g] = _grid(weight[:, part], scheme, importance[part], settings)
-    del weight, hessian
+    del weight
     solve = _solve_on_gpu if columns.weight.is_cuda and columns.weight.dtype == torch.float32 else _solve
     codes = solve(columns, scales, zeros, scheme, settings, group)
 

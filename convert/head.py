@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from qengine.convert.gptq import GPTQSettings
@@ -41,18 +43,19 @@ def quantize_head(
     whole = LayerResult()
     parts: list[QuantizedWeight] = []
     records = []
+    usable = stats is not None and stats.usable
     for rows in weight.split(ROWS):
         layer = LayerInput("", {name: rows.to(device, torch.float32)}, {name: scheme}, lambda _: None)
         result = LayerResult()
-        if stats is not None and stats.usable:
-            quantize_stage(layer, (name,), stats, method, settings, result)
+        if stats is not None and usable:
+            quantize_stage(layer, (name,), copy(stats), method, settings, result)
         else:
             quantize_nearest(layer, (name,), result)
         made = result.quantized[name]
         parts.append(QuantizedWeight(made.q.cpu(), made.scales.cpu(), made.zeros.cpu(), made.spec, made.g_idx))
         records += result.records
         whole.warnings += [text for text in result.warnings if text not in whole.warnings]
-    if stats is not None and not stats.usable:
+    if stats is not None and not usable:
         whole.warnings.append(f"{name}: its calibration inputs hold inf or NaN; rounded to nearest")
     g_idx = parts[0].g_idx
     q, scales, zeros = (torch.cat([getattr(part, field) for part in parts]) for field in ("q", "scales", "zeros"))

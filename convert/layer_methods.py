@@ -108,6 +108,9 @@ class LayerMethods:
         names = tuple(name for name in stage if name in layer_input.schemes)
         if not names:
             return
+        on_gpu = layer_input.weights[names[0]].is_cuda
+        if on_gpu:
+            torch.cuda.empty_cache()  # the pieces wanted now have other sizes than those that are free
         if stats.usable:
             quantize_stage(layer_input, names, stats, self.settings.method, self.gptq, result)
         else:
@@ -119,3 +122,5 @@ class LayerMethods:
         linears = layer.linears()
         for name in names:
             linears[name].set_weight(result.effective(name))
+        if on_gpu:
+            torch.cuda.empty_cache()

@@ -81,10 +81,13 @@ def quantize_stage(
         chosen = _choose(layer, names, stats, ways, result)
     every = stats.all_rows()
     targets = dict(zip(names, corrected([layer.weights[name] for name in names], every), strict=True))
+    moment = every.second_moment()
+    stats.release()
+    del every
     for way, rounding in ways.items():
         part = tuple(name for name in names if chosen[name] == way)
-        for name, quantized in rounding(layer, part, targets, every, result).items() if part else ():
-            store(layer, name, way, quantized, result, every.second_moment(), targets[name])
+        for name, quantized in rounding(layer, part, targets, moment, result).items() if part else ():
+            store(layer, name, way, quantized, result, moment, targets[name])
 
 
 def _choose(
@@ -95,44 +98,44 @@ def _choose(
     moment, cross = held.second_moment(), held.cross_moment()
     targets = dict(zip(names, corrected([layer.weights[name] for name in names], stats.fit), strict=True))
     errors: dict[str, dict[str, float]] = {name: {} for name in names}
+    fitted = stats.fit.second_moment()
     for way, rounding in ways.items():
-        for name, quantized in rounding(layer, names, targets, stats.fit, result).items():
+        for name, quantized in rounding(layer, names, targets, fitted, result).items():
             delta = result.taken_out(name, quantized) - layer.weights[name]
             errors[name][way] = float(model_error(delta, layer.weights[name], moment, cross))
     return {name: min(found, key=lambda way: found[way]) for name, found in errors.items()}
 
 
 Rounding = Callable[
-    [LayerInput, tuple[str, ...], dict[str, torch.Tensor], InputStats, LayerResult], dict[str, QuantizedWeight]
+    [LayerInput, tuple[str, ...], dict[str, torch.Tensor], torch.Tensor, LayerResult], dict[str, QuantizedWeight]
 ]
 
 
-def _scaled_moment(name: str, stats: InputStats, result: LayerResult) -> torch.Tensor:
+def _scaled_moment(name: str, moment: torch.Tensor, result: LayerResult) -> torch.Tensor:
     """The second moment of what the linear sees in the file, its input divided by the columns' scales."""
-    moment = stats.second_moment()
-    if name in result.columns:
-        moment /= result.columns[name][:, None]
-        moment /= result.columns[name][None, :]
-    return moment
+    if name not in result.columns:
+        return moment
+    scaled = moment / result.columns[name][:, None]
+    return scaled.div_(result.columns[name][None, :])
 
 
 def round_clipped(
     layer: LayerInput,
     names: tuple[str, ...],
     targets: dict[str, torch.Tensor],
-    stats: InputStats,
+    moment: torch.Tensor,
     result: LayerResult,
 ) -> dict[str, QuantizedWeight]:
     """Each group's range shrunk to where its own error is least, then rounded to nearest."""
-    moment = _scaled_moment(names[0], stats, result)
-    return {name: quantize_clipped(result.to_file(name, targets[name]), moment, layer.schemes[name]) for name in names}
+    scaled = _scaled_moment(names[0], moment, result)
+    return {name: quantize_clipped(result.to_file(name, targets[name]), scaled, layer.schemes[name]) for name in names}
 
 
 def round_gptq(
     layer: LayerInput,
     names: tuple[str, ...],
     targets: dict[str, torch.Tensor],
-    stats: InputStats,
+    moment: torch.Tensor,
     result: LayerResult,
     *,
     settings: GPTQSettings,
@@ -141,15 +144,15 @@ def round_gptq(
     by_scheme: dict[Scheme, list[str]] = {}
     for name in names:
         by_scheme.setdefault(layer.schemes[name], []).append(name)
-    moment = _scaled_moment(names[0], stats, result)
+    scaled = _scaled_moment(names[0], moment, result)
     made: dict[str, QuantizedWeight] = {}
     for scheme, group in by_scheme.items():
         stacked = torch.cat([result.to_file(name, targets[name]) for name in group])
         try:
-            whole = quantize_gptq(stacked, moment, scheme, settings)
+            whole = quantize_gptq(stacked, scaled, scheme, settings)
         except FactorizationError as error:
             result.warnings.append(f"{layer.name}.{group[0]}: {error}; clipped and rounded to nearest instead")
-            whole = quantize_clipped(stacked, moment, scheme)
+            whole = quantize_clipped(stacked, scaled, scheme)
         at = 0
         for name in group:
             rows = slice(at, at + layer.weights[name].shape[0])

@@ -12,7 +12,7 @@ from qengine.convert.stats import InputStats, SplitStats
 from qengine.layers.attention import DenseContext
 from qengine.models import DecoderLayer
 
-BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 29}
+BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 28}
 
 Hook = Callable[[torch.Tensor], None]
 

@@ -103,6 +103,10 @@ class SplitStats:
         """True when all data was finite, and there is some of each kind asked for."""
         return self.fit.usable and (self.held is None or self.held.usable)
 
+    def release(self) -> None:
+        """Forget all of it: a wide layer's sums are half a gigabyte each."""
+        self.fit, self.held = InputStats(), None if self.held is None else InputStats()
+
     def all_rows(self) -> InputStats:
         """Both kinds together."""
         return self.fit if self.held is None else self.fit.merged(self.held)

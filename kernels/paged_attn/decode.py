@@ -21,7 +21,7 @@ from .cache import LayerCache, gather_kv
 from .decode_kernel import paged_decode_kernel
 from .decode_launch import DecodeLaunch, DecodeShape, part_floats, pick_decode, programs
 from .decode_operands import SCORE_UNIT
-from .ref import causal_attention
+from .ref import last_token_attention
 
 MAX_ROWS = 2048
 """Sequences of one launch; more are served by several."""
@@ -50,14 +50,14 @@ def paged_decode_ref(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """What `paged_decode` computes, float32 [S, Hq, D], in plain torch: `ref.causal_attention` a sequence."""
+    """What `paged_decode` computes, float32 [S, Hq, D], in plain torch: `ref.last_token_attention` a sequence."""
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for row, length in enumerate(seq_lens.tolist()):
         if length > 0:
             k, v = gather_kv(cache, block_tables[row], length)
-            out[row] = causal_attention(
-                q[row : row + 1].float(), k, v, scale=scale, softcap=softcap, sliding_window=sliding_window
-            )[0]
+            out[row] = last_token_attention(
+                q[row].float(), k, v, scale=scale, softcap=softcap, sliding_window=sliding_window
+            )
     return out
 
 

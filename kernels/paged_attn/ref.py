@@ -86,6 +86,29 @@ def causal_attention(
     return result
 
 
+def last_token_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attention of a sequence's newest token to all its L. q [Hq, D]; k, v [L, Hkv, D]; returns [Hq, D].
+
+    By plain products: what the decode kernel is compared with on a GPU shares nothing with torch's fused attention.
+    """
+    if sliding_window is not None:
+        k, v = k[-sliding_window:], v[-sliding_window:]
+    heads, size = q.shape
+    grouped = q.view(k.shape[1], heads // k.shape[1], size)
+    scores = torch.einsum("kgd,lkd->kgl", grouped, k) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return torch.einsum("kgl,lkd->kgd", torch.softmax(scores, dim=-1), v).reshape(heads, size)
+
+
 def _mask(queries: range, keys: range, window: int | None, device: torch.device) -> torch.Tensor:
     """Additive float32 [queries, keys]: 0 where the query sees the key, else -inf."""
     place = torch.arange(queries.start, queries.stop, device=device)[:, None]

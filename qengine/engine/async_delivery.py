@@ -17,16 +17,32 @@ without one: with hundreds of streams the loop would else keep the engine's thre
 
 
 class Delivery:
-    """`send` is called in the engine's thread, all else in the event loop."""
+    """`send`, `hold` and `release` are called in the engine's thread, all else in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
         self._reports: list[Report] = []
+        self._held: list[Report] = []
         self._due = False
+        self._gone = False
+
+    def hold(self, reports: list[Report]) -> None:
+        """Keep the reports for the next `send` or `release`. Raises LoopClosed if the last `release` found that."""
+        if self._gone:
+            raise LoopClosed
+        self._held += reports
+
+    def release(self) -> None:
+        """Send what is held. Raises nothing: it is called in the midst of a step."""
+        try:
+            self.send([])
+        except LoopClosed:
+            self._gone = True
 
     def send(self, reports: list[Report]) -> None:
         """Have the event loop take the reports, in order, as soon as it can. Raises LoopClosed."""
+        reports, self._held = [*self._held, *reports], []
         if not reports:
             return
         with self._lock:

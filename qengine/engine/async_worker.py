@@ -150,6 +150,7 @@ class EngineWorker:
             return
         self.ready.set_result(served)
         served.engine.compiling.on_ready = self._poke
+        served.engine.before_wait(self._delivery.release)
         try:
             with contextlib.suppress(LoopClosed):
                 self._serve(served.engine)
@@ -161,6 +162,8 @@ class EngineWorker:
     def _serve(self, engine: Engine) -> None:
         while True:
             rest = self._rest(engine)
+            if not engine.can_step:
+                self._delivery.release()
             if rest != 0 or time.monotonic() >= self._stats_due:
                 self.stats, self._stats_due = engine.stats(), time.monotonic() + STATS_SECONDS
             command = self._next_command(rest)
@@ -169,12 +172,21 @@ class EngineWorker:
                     return
                 command = self._next_command(0)
             if engine.can_step:
-                reports = [self._report(r) for r in engine.step() if r in self._open]
-                # First tokens and ends, which alone have this, before the next tokens of the others.
-                reports.sort(key=lambda report: report[1].prompt_token_ids is None)
-                self._delivery.send(reports)
+                self._hand_on(engine, [self._report(r) for r in engine.step() if r in self._open])
             elif self._draining and not engine.has_unfinished():
                 return
+
+    def _hand_on(self, engine: Engine, reports: list[Report]) -> None:
+        """Send the reports of a step: at once, or, where the engine runs ahead, when it has launched the next step.
+
+        The event loop's work for them would else hold that launch up, as only one of the two threads has Python. First
+        tokens and ends, which alone have the prompt's ids, go at once, and before the others.
+        """
+        reports.sort(key=lambda report: report[1].prompt_token_ids is None)
+        if engine.runs_ahead and reports and reports[0][1].prompt_token_ids is None:
+            self._delivery.hold(reports)
+        else:
+            self._delivery.send(reports)
 
     def _rest(self, engine: Engine) -> float | None:
         """Seconds to wait for a command: none if there is a step to compute, None for ever if nothing is to be done."""

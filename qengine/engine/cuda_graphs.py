@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
@@ -123,13 +124,26 @@ class StepGraphs:
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             try:
                 logits = self._forward(inputs).contiguous()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            graph.capture_end()
         self._captured[shape] = _Captured(graph, borrowed(logits))
         self._taken.append(max(0, outside_bytes(self._buffer.device) - before))
         if self.on_capture is not None:
             self.on_capture()
         logger.debug("captured a graph of %d tokens of %d sequences", shape.tokens, shape.sequences)
+
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that the device and the allocator can go on."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Where the failure had invalidated the capture, torch before 2.12 leaves its allocator capturing for ever
+            # (github.com/pytorch/pytorch/pull/180395); later ones have nothing left to end here.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._handle)
 
 
 class DecodeShapes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -142,6 +142,15 @@ class Engine:
             self.compiling.wait(WAIT_SECONDS)
         with uninterrupted():
             return self._admit_compiled() + (self._steps.step(self._process) or [])
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step launches the next one before it waits for its own tokens."""
+        return self._steps.runs_ahead
+
+    def before_wait(self, function: Callable[[], None]) -> None:
+        """Where it runs ahead: have `function()` called in each step once there is nothing to do but wait."""
+        self._steps.before_wait = function
 
     def abort(self, request: Request) -> None:
         """End a request at once, wherever it is; its blocks are free when this returns."""

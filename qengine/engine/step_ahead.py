@@ -31,7 +31,8 @@ class StepAhead:
     """Launches steps and waits for them, in order.
 
     items: a plan as the runner takes it. row: what the sampler knows of a sequence; None if it has ended. ahead: False
-    for models whose next step needs this one's tokens.
+    for models whose next step needs this one's tokens. runs_ahead: whether there are two steps under way at all.
+    before_wait: called then in each step, when the next is launched and nothing is left to do but wait.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class StepAhead:
         self._scheduler = scheduler
         self._items = items
         self._row = row
-        self._runs_ahead = ahead and runner.overlaps
+        self.runs_ahead = ahead and runner.overlaps
+        self.before_wait: Callable[[], None] = lambda: None
         self._next: Flight | None = None
 
     def step(self, process: Callable[[Flight, StepResult], Touched]) -> Touched | None:
@@ -60,11 +62,12 @@ class StepAhead:
             return None
         self._draw(current)
         failure: BaseException | None = None
-        if self._runs_ahead:
+        if self.runs_ahead:
             try:
                 self._next = self._launch()
             except BaseException as error:
                 failure = error  # what the step under way gives is recorded first
+            self.before_wait()
         touched = process(current, self._result(current))
         if failure is not None:
             raise failure

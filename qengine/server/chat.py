@@ -19,7 +19,7 @@ from qengine.server.generation import Job, Usage, run_stream, run_whole
 from qengine.server.logprobs import chat_logprobs, prompt_logprobs
 from qengine.server.protocol_chat import ChatRequest
 from qengine.server.request_log import log_request
-from qengine.server.sampling import chat_max_tokens, check_priority_given, sampling_params
+from qengine.server.sampling import chat_max_tokens, sampling_params
 from qengine.server.state import ServerState
 from qengine.server.structured import structured_outputs
 
@@ -53,7 +53,7 @@ async def create_chat_completion(state: ServerState, request: ChatRequest) -> Re
         structured=wanted,
     )
     answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
-    job = Job(answer_id, ENDPOINT, model, [prompt], params, check_priority_given(request.priority))
+    job = Job(answer_id, ENDPOINT, model, [prompt], params, request.priority or 0)
     log_request(state.settings, job)
     writer = ChatWriter(state, request, form)
     if request.stream:

@@ -64,6 +64,8 @@ async def chat_prompt(
 
 def _check_kwargs(options: dict[str, Any], tokenizer: Any) -> None:
     """Values for the template only: what steers the rendering itself has fields of its own."""
+    if not options:
+        return
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
     for name in options:
         if name in own:

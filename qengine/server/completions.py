@@ -19,7 +19,7 @@ from qengine.server.logprobs import completion_logprobs, prompt_logprobs
 from qengine.server.prompts import prompt_text, read_prompts
 from qengine.server.protocol_completions import CompletionRequest
 from qengine.server.request_log import log_request
-from qengine.server.sampling import check_priority_given, completion_max_tokens, sampling_params
+from qengine.server.sampling import completion_max_tokens, sampling_params
 from qengine.server.state import ServerState
 from qengine.server.structured import structured_outputs
 
@@ -48,7 +48,7 @@ async def create_completion(
     if request.echo and request.logprobs is not None:
         params.prompt_logprobs = request.logprobs
     answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
-    job = Job(answer_id, endpoint, model, prompts, params, check_priority_given(request.priority))
+    job = Job(answer_id, endpoint, model, prompts, params, request.priority or 0)
     log_request(state.settings, job)
     if request.stream:
         return EventStream(state, lambda: writer.events(job))

@@ -35,9 +35,10 @@ FAILED_SECONDS = 1.0
 LAST_SECONDS = 3.0
 """How long a connection that takes nothing may hold up the end after drain_timeout."""
 CLOSE_SECONDS = 15.0
-SWITCH_SECONDS = 0.0005
-"""How long a thread keeps Python once another wants it. The default, 5 ms, is more than a step of a small model: the
-event loop would hand on each token that much later."""
+SWITCH_SECONDS = 0.002
+"""How long a thread keeps Python once another wants it. By the default, 5 ms, the event loop would hand tokens on more
+than a small model's step later; times much shorter than the engine's work between two waits for the device cut that
+work up, and the device waits for it (measured on an H200: 0.2 ms costs 8 % of the rate against 0.5 ms)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

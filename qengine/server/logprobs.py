@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from qengine.outputs import Logprob
-from qengine.server.sampling import LEAST_LOGPROB
 from qengine.server.token_text import TokenTexts
 
 Entry = dict[int, Logprob]
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; vLLM's number for it."""
 
 
 def finite(value: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from qengine.errors import RequestError
 from qengine.sampling_params import SamplingParams
 from qengine.server.errors import ApiError
 from qengine.server.protocol import SamplingFields
@@ -17,8 +16,6 @@ SAME_NAME = (
     "allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "truncate_prompt_tokens", "prompt_logprobs", "logit_bias",
 )  # fmt: skip
-LEAST_LOGPROB = -9999.0
-"""JSON has no infinity; vLLM's number for it."""
 
 
 def sampling_params(
@@ -81,10 +78,3 @@ def chat_max_tokens(state: ServerState, *given: int | None) -> int | None:
             return value
     own = state.defaults.max_tokens
     return None if own == SamplingParams.max_tokens else own
-
-
-def check_priority_given(value: int | None) -> int:
-    """null is 0. Raises RequestError."""
-    if isinstance(value, bool):
-        raise RequestError(f"priority={value!r} is not allowed; give a whole number")
-    return value or 0

@@ -14,7 +14,7 @@ from qengine.server.generation import Job, Usage, run_stream, run_whole
 from qengine.server.prompts import read_prompts
 from qengine.server.protocol_completions import GenerateRequest
 from qengine.server.request_log import log_request
-from qengine.server.sampling import check_priority_given, completion_max_tokens, sampling_params
+from qengine.server.sampling import completion_max_tokens, sampling_params
 from qengine.server.state import ServerState
 from qengine.server.structured import structured_outputs
 
@@ -39,7 +39,7 @@ async def generate(state: ServerState, request: GenerateRequest) -> Response:
         logprobs=None,
         structured=structured_outputs(request),
     )
-    priority = check_priority_given(request.priority)
+    priority = request.priority or 0
     job = Job(f"gen-{request.request_id or uuid.uuid4().hex}", "/generate", model, prompts, params, priority)
     log_request(state.settings, job)
     if request.stream:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +11,8 @@ import numpy as np
 
 from qengine.config import StructuredConfig
 from qengine.errors import RequestError
+from qengine.structured.child import Child
+from qengine.structured.languages import COMPILE, is_risky, reason_of
 from qengine.structured.matcher import TokenMatcher, mask_words
 from qengine.structured.vocabulary import import_xgrammar, token_table
 from qengine.structured_outputs import StructuredOutputs
@@ -35,7 +34,10 @@ class GrammarStore:
         self._config = config
         self._lock = threading.Lock()
         self._table_lock = threading.Lock()
+        self._table: Any = None
         self._compiler: Any = None
+        self._local = threading.local()
+        self._children: list[Child] = []
         self._known: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
         self._running: dict[Key, Future[Any]] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -79,6 +81,9 @@ class GrammarStore:
         """Compile no more; what is being compiled is not waited for."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for child in self._children:
+                child.close()
 
     def _check(self, wanted: StructuredOutputs) -> None:
         most, size = self._config.structured_outputs_max_bytes, len(wanted.source.encode())
@@ -112,56 +117,29 @@ class GrammarStore:
         kind, source, one_line = key
         with self._table_lock:
             if self._compiler is None:
-                table = token_table(self._tokenizer, self.vocab_size, self._stop_ids)
-                self._compiler = import_xgrammar().GrammarCompiler(table, max_threads=1, cache_enabled=False)
+                self._table = token_table(self._tokenizer, self.vocab_size, self._stop_ids)
+                self._compiler = import_xgrammar().GrammarCompiler(self._table, max_threads=1, cache_enabled=False)
         try:
-            compiled = COMPILE[kind](self._compiler, source, not one_line)
+            if is_risky(kind, source):
+                compiled = self._compile_apart(key)
+            else:
+                compiled = COMPILE[kind](self._compiler, source, not one_line)
+        except RequestError:
+            raise
         except Exception as error:  # xgrammar has RuntimeError and others for what it cannot read
-            raise RequestError(f"structured_outputs.{kind} cannot be compiled: {_reason(error)}") from error
+            raise RequestError(f"structured_outputs.{kind} cannot be compiled: {reason_of(error)}") from error
         words = np.zeros(mask_words(self.vocab_size), dtype=np.int32)
         self.matcher(compiled).fill(words)
         if not words.any():
             raise RequestError(f"structured_outputs.{kind} allows no text at all; correct it")
         return compiled
 
-
-def _json(compiler: Any, source: str, any_whitespace: bool) -> Any:
-    return _compiled(compiler, import_xgrammar().Grammar.from_json_schema(source, any_whitespace=any_whitespace))
-
-
-def _choice(compiler: Any, source: str, any_whitespace: bool) -> Any:
-    words = [{"type": "const_string", "value": word} for word in json.loads(source)]
-    return _structural_tag(compiler, json.dumps({"format": {"type": "or", "elements": words}}), any_whitespace)
-
-
-def _structural_tag(compiler: Any, source: str, any_whitespace: bool) -> Any:
-    tag = json.dumps({"type": "structural_tag", **json.loads(source)})
-    return _compiled(compiler, import_xgrammar().Grammar.from_structural_tag(tag))
-
-
-def _compiled(compiler: Any, grammar: Any) -> Any:
-    """A grammar with JSON in it; strings of limited length then have no control characters, which JSON forbids."""
-    text = str(grammar)
-    if LOOSE in text:
-        grammar = import_xgrammar().Grammar.from_ebnf(text.replace(LOOSE, STRICT))
-    return compiler.compile_grammar(grammar)
-
-
-LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\"\\\0-\x1f]"
-"""What xgrammar 0.2.9 takes for the characters of a JSON string of limited length, and what they are."""
-COMPILE: dict[str, Callable[[Any, str, bool], Any]] = {
-    "json": _json,
-    "json_object": lambda compiler, source, free: _json(compiler, '{"type": "object"}', free),
-    "regex": lambda compiler, source, free: compiler.compile_regex(source),
-    "grammar": lambda compiler, source, free: compiler.compile_grammar(source),
-    "choice": _choice,
-    "structural_tag": _structural_tag,
-}
-"""Kind -> (compiler, text, any whitespace in JSON) -> CompiledGrammar."""
-
-
-def _reason(error: Exception) -> str:
-    """xgrammar's message without the place in its own source."""
-    text = " ".join(str(error).split())
-    text = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", text)
-    return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)
+    def _compile_apart(self, key: Key) -> Any:
+        """In a process of its own, one a thread, which is ended where it takes too long or too much."""
+        child = getattr(self._local, "child", None)
+        if child is None:
+            child = self._local.child = Child(self._table)
+            with self._lock:
+                self._children.append(child)
+        kind, source, one_line = key
+        return child.compile(kind, source, not one_line, self._config.structured_outputs_timeout)

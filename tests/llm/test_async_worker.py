@@ -18,11 +18,19 @@ from qengine.sampling_params import SamplingParams
 LIMIT = 60
 
 
+@pytest.fixture(params=[False, True], ids=["one step", "one ahead"], autouse=True)
+def overlaps(request, monkeypatch):
+    """Each test runs on an engine that waits for its steps, and on one that launches the next before."""
+    monkeypatch.setattr(FakeLLM, "overlaps", request.param)
+
+
 class FakeLLM:
     """An LLM's outside over a fake engine; steps can be held, slowed and made to fail."""
 
+    overlaps = False
+
     def __init__(self, **settings):
-        self.engine = fake_engine(**settings)
+        self.engine = fake_engine(**{"overlaps": self.overlaps, **settings})
         self._tokenizer = None
         self.closed = False
         self.thread = None
@@ -179,6 +187,31 @@ def test_first_tokens_are_handed_on_before_the_next_ones_of_others(monkeypatch):
     assert mixed, "no step had a first token beside others"
     for reports in mixed:
         assert reports[0][1].prompt_token_ids is not None
+
+
+def test_where_steps_run_ahead_tokens_are_handed_on_when_the_next_one_is_launched(monkeypatch):
+    """Their consumers then run while the engine's thread waits; first tokens and ends go before."""
+    monkeypatch.setattr(FakeLLM, "overlaps", True)
+    happened = []
+    send = Delivery.send
+
+    def watched(self, reports):
+        if everything := [*self._held, *reports]:
+            happened.append("first or end" if any(p.prompt_token_ids is not None for _, p in everything) else "next")
+        send(self, reports)
+
+    monkeypatch.setattr(Delivery, "send", watched)
+
+    async def scenario(llm, fake):
+        launch = fake.runner.launch
+        fake.runner.launch = lambda *a, **k: (happened.append("launch"), launch(*a, **k))[1]
+        outputs = await collect(llm, [5, 6], greedy(12), output_kind=RequestOutputKind.DELTA)
+        assert joined(o.outputs[0].token_ids for o in outputs) == expected([5, 6], 12)
+
+    serve(scenario)
+    assert happened[:4] == ["launch", "launch", "first or end", "launch"]
+    assert happened.count("next") >= 9
+    assert all(before == "launch" for before, what in pairwise(happened) if what == "next")
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break", "abort"])
