@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/made-from-this-pyproject
 PEERS_VENV ?= .venv-peers
 
-.PHONY: help demo test test-slow test-peers test-gpu test-browser lint types smoke budget bench clean
+.PHONY: help demo test test-slow test-peers test-gpu test-browser test-fuzz lint types smoke budget bench clean
 help:
 	@echo "make demo        convert SmolLM2-135M to AWQ and GPTQ INT4, generate from each, compare"
 	@echo "make test        the tests (about 10 minutes on 2 cores)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-peers  our checkpoints in GPTQModel and transformers, in $(PEERS_VENV)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make test-browser  the page in headless Chromium"
+	@echo "make test-fuzz   whatever the server's OpenAPI allows, by schemathesis"
 	@echo "make lint        ruff and mypy"
 	@echo "make smoke       build the wheel, import it in a fresh environment"
 	@echo "make budget      compile the kernels for Turing, check registers, stack, shared memory, instructions"
@@ -37,6 +38,10 @@ test-peers: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(TEST_ARGS)
+
+test-fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[fuzz]"
+	$(BIN)/python -m pytest -m slow tests/server/test_schemathesis.py $(TEST_ARGS)
 
 test-browser: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[browser]"

@@ -22,6 +22,9 @@ COARSE = (0, 20, 40, 60, 80, 100)  # per cent
 MAX_ROWS = 1024
 # Fractions of a group's range that a candidate is judged by: what clips well may scale otherwise than what does not.
 JUDGED_BY = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
+# Added to the second moment's diagonal, as a share of it: the products between columns are those of one text, and a
+# search that trusts them less finds scales and ranges that serve other texts better.
+DISTRUST = 1.0
 CLIP_STEPS = tuple(1.0 - i / 20 for i in range(11))
 
 
@@ -63,6 +66,7 @@ def search_scales(
     scheme: Scheme,
     *,
     share: torch.Tensor | None = None,
+    distrust: float = DISTRUST,
 ) -> ScaleChoice:
     """Find input scales for linears `weights` ([N_i, K] each) that share one input.
 
@@ -75,6 +79,8 @@ def search_scales(
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
     stacked = stacked[:: -(-stacked.shape[0] // MAX_ROWS)]
     importance = second_moment.diagonal().clamp_min(0)
+    second_moment = second_moment.clone()
+    second_moment.diagonal().mul_(1 + distrust)
     seen: dict[tuple[int, bool], tuple[float, torch.Tensor]] = {}
 
     def loss_at(percent: int, duo: bool) -> float:
@@ -110,18 +116,27 @@ def _average(values: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return (sums / sizes)[share]
 
 
-def quantize_clipped(weight: torch.Tensor, second_moment: torch.Tensor, scheme: Scheme) -> QuantizedWeight:
+def quantize_clipped(
+    weight: torch.Tensor,
+    second_moment: torch.Tensor,
+    scheme: Scheme,
+    *,
+    steps: tuple[float, ...] = CLIP_STEPS,
+    distrust: float = DISTRUST,
+) -> QuantizedWeight:
     """Round `weight` [N, K], each group's range shrunk to the fraction with the least output error of that group.
 
-    second_moment [K, K] of the (scaled) input. The error of a group counts its own columns only: d H_gg d^T.
+    second_moment [K, K] of the (scaled) input. The error of a group counts its own columns only: d H_gg d^T. steps: the
+    fractions tried; (1.0,) clips nothing.
     """
     groups = split_groups(weight, scheme)
     count, size = groups.shape[1], groups.shape[2]
     diagonal = torch.stack([second_moment[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
+    diagonal.diagonal(dim1=1, dim2=2).mul_(1 + distrust)
     low, high = torch.aminmax(groups, dim=-1, keepdim=True)
     best: torch.Tensor | None = None
     scales = zeros = low
-    for fraction in CLIP_STEPS:
+    for fraction in steps:
         s, z = fit_range(low * fraction, high * fraction, scheme)
         delta = (fake_quantize(groups, s, z, scheme) - groups).transpose(0, 1)
         error = ((delta @ diagonal) * delta).sum(-1).T.unsqueeze(-1)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from qengine.convert.awq import quantize_clipped, search_scales
+from qengine.convert.awq import CLIP_STEPS, quantize_clipped, search_scales
 from qengine.convert.correction import corrected
 from qengine.convert.folding import Fold, fold_norm, producer_scales
 from qengine.convert.gptq import FactorizationError, GPTQSettings, quantize_gptq
@@ -17,6 +17,8 @@ from qengine.convert.rtn import quantize_rtn, round_trip
 from qengine.convert.scheme import Scheme
 from qengine.convert.stats import InputStats, SplitStats, model_error, output_error
 from qengine.quant.weights import QuantizedWeight, QuantSpec
+
+UNCLIPPED = ("q_proj", "k_proj")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,13 @@ def round_clipped(
 ) -> dict[str, QuantizedWeight]:
     """Each group's range shrunk to where its own error is least, then rounded to nearest."""
     scaled = _scaled_moment(names[0], moment, result)
-    return {name: quantize_clipped(result.to_file(name, targets[name]), scaled, layer.schemes[name]) for name in names}
+    made = {}
+    for name in names:
+        # what queries and keys lose by clipping grows in the softmax, which their outputs' error does not show
+        steps = (1.0,) if name.endswith(UNCLIPPED) else CLIP_STEPS
+        weight = result.to_file(name, targets[name])
+        made[name] = quantize_clipped(weight, scaled, layer.schemes[name], steps=steps)
+    return made
 
 
 def round_gptq(

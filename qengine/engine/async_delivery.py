@@ -48,6 +48,8 @@ class Delivery:
         with self._lock:
             self._reports += reports
             if self._due:
+                if self._loop.is_closed():  # before it came to the delivery
+                    raise LoopClosed
                 return
             self._due = True
         try:

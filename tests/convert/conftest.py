@@ -1,5 +1,7 @@
 """A calibration text for tiny models, and a record of what a conversion decided."""
 
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,12 @@ def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("calibration") / "text.txt"
     path.write_text(" ".join(WORDS[i] for i in picked) + ".\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """Hundreds of small conversions need no promise of the disk's; processes of their own still ask for it."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture

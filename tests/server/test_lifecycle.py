@@ -24,7 +24,22 @@ LONG = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True}
 ON = {"ignore_eos": True}
 
 
-def launch(command):
+@pytest.fixture
+def launch():
+    """launch(command): a process, which does not outlive the test."""
+    processes = []
+
+    def run(command):
+        processes.append(_popen(command))
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _popen(command):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
@@ -46,7 +61,7 @@ def model():
     return tiny_model()
 
 
-def test_the_first_signal_drains_and_the_second_ends(model, tmp_path):
+def test_the_first_signal_drains_and_the_second_ends(launch, model, tmp_path):
     """The command itself, with its options from a file."""
     ports = [free_port(), free_port()]
     file = tmp_path / "serve.yaml"
@@ -108,7 +123,7 @@ def test_while_it_drains_nothing_new_is_taken_and_after_it_open_requests_end(mod
         assert server.exit_code == 0
 
 
-def test_an_engine_that_fails_ends_the_process(model):
+def test_an_engine_that_fails_ends_the_process(launch, model):
     port = free_port()
     process = launch([sys.executable, str(SUPPORT / "failing_server.py"), str(port), model, "40"])
     wait_ready(process, port)

@@ -18,7 +18,17 @@ from http_server import free_port, tiny_model
 pytestmark = pytest.mark.slow
 
 
-def start(model, port):
+@pytest.fixture
+def started():
+    """Processes, which do not outlive the test."""
+    processes = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def start(model, port, started):
     """(process, processor seconds until /health is good)."""
     command = [
         sys.executable, "-m", "qengine.cli.main", "serve", model, "--port", str(port), "--device", "cpu", "--dtype",
@@ -27,6 +37,7 @@ def start(model, port):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    started.append(process)
     while time.monotonic() < began + 120:
         assert process.poll() is None
         try:
@@ -59,13 +70,13 @@ async def load_and_kill(url, process, connections):
     return len(cut)
 
 
-def test_it_is_back_in_its_start_up_time():
+def test_it_is_back_in_its_start_up_time(started):
     model, port = tiny_model(), free_port()
-    process, first = start(model, port)
+    process, first = start(model, port, started)
     for _ in range(2):
         assert asyncio.run(load_and_kill(f"http://127.0.0.1:{port}", process, 64)) > 0
         process.wait(10)
-        process, again = start(model, port)
+        process, again = start(model, port, started)
         assert again < 1.3 * first + 1
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
         assert answer.status_code == 200

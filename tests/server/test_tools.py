@@ -51,6 +51,8 @@ CASES = [
     ("llama3_json", f"{OTHER}\n{OTHER}\nand more", "and more", [("g.h-1", "{}")] * 2),
     ("llama3_json", f"I will call:\n{OTHER}", "I will call:", [("g.h-1", "{}")]),
     ("llama3_json", f"not here: {OTHER}", f"not here: {OTHER}", []),
+    ("llama3_json", f"a <\n{OTHER}", "a <", [("g.h-1", "{}")]),
+    ("llama3_json", f"<|py\n {OTHER}<|python_tag|>{OTHER}", "<|py", [("g.h-1", "{}")] * 2),
     ("llama3_json", '{"name": "Bob"}', '{"name": "Bob"}', []),
     ("llama3_json", '{"name": "Bob", "age": 3}\n', '{"name": "Bob", "age": 3}\n', []),
     ("llama3_json", "  hello\n {x}", "  hello\n {x}", []),
@@ -187,7 +189,7 @@ def test_the_scanner_takes_all_json(value, indent, ascii_only):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(alphabet='{}[]",:\\u1-.eE +tfnrualse\n0a', max_size=14).map(lambda s: "{" + s))
+@given(st.text(alphabet='{}[]",:\\u1-.eE +tfnrualse\n0a', max_size=14).map(lambda s: ("{" + s).rstrip()))
 def test_the_scanner_takes_nothing_else(text):
     def valid(part):
         try:

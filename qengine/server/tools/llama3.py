@@ -31,9 +31,12 @@ class Llama3Stream(ToolStream):
         if char == "{" and self._line_begins and not self._held:
             self._open(char)
             return
-        if not self._held:
-            self._line_begins = char == "\n" or (self._line_begins and char in SPACE)
         super()._in_text(char)
+
+    def _say(self, text: str) -> None:
+        for char in text:
+            self._line_begins = char == "\n" or (self._line_begins and char in SPACE)
+        super()._say(text)
 
     def _fail(self, char: str) -> None:
         self._line_begins = False
