@@ -16,7 +16,6 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 import triton
 
+from qengine.bench.about import commit
 from qengine.kernels.paged_attn.cache import BlockLayout, Kind, KVPool, LayerCache
 from qengine.kernels.paged_attn.decode import _device, paged_decode, paged_decode_ref, run
 from qengine.kernels.paged_attn.decode_launch import DecodeLaunch
@@ -228,13 +228,6 @@ def table(rows: list[dict], bandwidth: float) -> str:
             f" {r['us']:.1f} | {r['tb_per_s']:.2f} | {100 * r['tb_per_s'] / bandwidth:.0f} % | {r.get('bound', '')} |"
         )
     return "\n".join(lines)
-
-
-def commit() -> str:
-    """The checkout's commit, or "unknown" outside one."""
-    command = ["git", "rev-parse", "--verify", "-q", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from qengine.bench.about import commit
 from qengine.kernels.paged_attn.cache import BlockLayout, Kind, KVPool, LayerCache, quantize
 from qengine.kernels.paged_attn.prefill import capability, run_prefill
 from qengine.kernels.paged_attn.prefill_launch import PrefillLaunch, packing, pick_prefill
@@ -187,13 +187,6 @@ def short(launch: PrefillLaunch) -> str:
     """A launch in few letters."""
     flags = [f.name for f in fields(launch) if getattr(launch, f.name) is True]
     return f"{launch.bm}x{launch.bn} p{launch.pack} w{launch.warps} s{launch.stages} {' '.join(flags)}"
-
-
-def commit() -> str:
-    """The checkout's commit, or "unknown" outside one."""
-    command = ["git", "rev-parse", "--verify", "-q", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "unknown"
 
 
 def measure(sm: int, swept: bool, seconds: float) -> list[dict]:

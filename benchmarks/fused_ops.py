@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from qengine.bench.about import commit
 from qengine.kernels.fused import aot, ops, ref
 from qengine.kernels.fused.activation import launch_for, run_act_and_mul
 from qengine.kernels.fused.embedding import launch_for as embedding_launch
@@ -130,14 +129,6 @@ def small_cases(rows: int, size: int) -> dict[str, tuple[int, Callable[[], tuple
         "embed, pinned table": (2 * rows * size * 2, partial(embed, pinned)),
         "rotary_angles, 128": (2 * rows * 128 * 2, angles),
     }
-
-
-def commit() -> str:
-    """QENGINE_COMMIT, or the checkout's commit, or "unknown" outside one."""
-    given = os.environ.get("QENGINE_COMMIT", "").strip()
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return given or done.stdout.strip() or "unknown"
 
 
 def measure(replays: int) -> dict:

@@ -53,7 +53,7 @@ def serving() -> list[str]:
     rows += [
         f"| Llama-2-7B, fp16 cache | start to first token, {one['triton_cache']} Triton cache | "
         f"{one['first_token_s']:.1f} s | {'66 to 83 s' if one['triton_cache'] == 'warm' else ''} |"
-        for one in read("serving_llama-2-7b_swap_startup")["startup"]
+        for one in read("serving_llama-2-7b_startup")["startup"]
     ]
     return [f"{source(read(SERVING['Llama-2-7B, fp16 cache']))}.", "", *rows]
 

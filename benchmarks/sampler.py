@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import platform
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 import triton
 
+from qengine.bench.about import commit
 from qengine.engine.sampler import SampleRow
 from qengine.engine.sampler_gpu import GpuSampler
 from qengine.kernels.fused.sampling import Shape
@@ -162,13 +162,6 @@ def sweep(rows: tuple[int, ...], vocab: int, part: tuple[int, int], *, replays: 
                 + " ".join(f"{n} {t:.1f}" for n, t in zip((*names, "flat top_p"), times, strict=True)),
                 flush=True,
             )
-
-
-def commit() -> str:
-    """The checkout's commit, or "unknown" outside one."""
-    command = ["git", "rev-parse", "--verify", "-q", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import random
-import subprocess
 import sys
 import time
 import warnings
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from qengine import LLM, SamplingParams
+from qengine.bench.about import commit
 from qengine.cli.version import versions
 from qengine.engine.request import Request
 from qengine.layers.attention import KVCache
@@ -215,7 +215,6 @@ def main() -> None:
             raise
         minutes = (time.monotonic() - start) / 60
         print(f"{minutes:6.1f} min  {dict(soak.counts)}", file=sys.stderr, flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     report = {
         "benchmark": "soak",
         "model": args.model,
@@ -228,7 +227,7 @@ def main() -> None:
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "versions": versions(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
     }
     print(json.dumps(report))
     if args.out:

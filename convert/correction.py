@@ -15,12 +15,15 @@ DAMP = 0.1
 """Share of the mean diagonal added to H: C is estimated on a sample, and directions hardly seen must not be trusted."""
 
 
-def corrected(weights: list[torch.Tensor], stats: InputStats, damp: float = DAMP) -> list[torch.Tensor]:
+def corrected(weights: list[torch.Tensor], stats: InputStats, damp: float | None = None) -> list[torch.Tensor]:
     """The target of rounding for each of `weights` ([N_i, K], float32), which read one input. Without a reference in
-    the statistics, or where H cannot be factored, the weights themselves."""
+    the statistics, or where H cannot be factored, the weights themselves. damp: None is DAMP, and more where there were
+    fewer than ten rows a column."""
     cross = stats.cross_moment()
     if cross is None:
         return weights
+    if damp is None:
+        damp = max(DAMP, cross.shape[0] / stats.rows)
     moment = stats.second_moment()
     moment.diagonal().add_(damp * moment.diagonal().mean())
     lower, info = torch.linalg.cholesky_ex(moment)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qengine.checkpoint import Checkpoint, open_checkpoint
+from qengine.checkpoint import open_checkpoint
 from qengine.checkpoint.writer import SHARD_BYTES, refuse_source_as_target
 from qengine.convert.calibration import load_tokenizer, read_documents, sample_windows, start_tokens, tokenize
 from qengine.convert.converter import Converter, Job, layer_prefix
@@ -83,22 +83,29 @@ def convert_checkpoint(
     spec = model_spec(checkpoint)
     check_weights(source, spec)
     plan, notes = make_plan(_linear_shapes(source, spec, settings), settings)
-    windows = None if settings.method == "rtn" else _windows(checkpoint, spec, settings, calibration)
+    job = Job(checkpoint, source, spec, plan, settings)
+    windows = None if settings.method == "rtn" else _windows(job, calibration)
     report = ConvertReport(str(model), Path(out), settings, plan.group_size, checkpoint.disk_bytes(), warnings=notes)
     same = fingerprint(checkpoint, str(model), settings, windows)
     writer = FolderWriter(Path(out), force=force, shard_bytes=shard_bytes, resume=resume, fingerprint=same)
-    with writer:
-        writer.require_space(estimate_bytes(source, plan, settings, spec, windows))
-        job = Job(checkpoint, source, spec, plan, settings)
-        converter = Converter(job, Emitter(writer, source, plan, settings), report, windows)
-        converter.run(progress or (lambda done, total: None))
-        converter.finish()
+    _quantize(job, writer, report, windows, progress or (lambda done, total: None))
     report.seconds = time.monotonic() - started
     if evaluate:
         report.evaluation = evaluate_conversion(checkpoint.path, Path(out), torch.device(settings.device), progress)
         for name, text in report_files(report).items():
             replace_text(Path(out) / name, text)
     return report
+
+
+def _quantize(
+    job: Job, writer: FolderWriter, report: ConvertReport, windows: torch.Tensor | None, progress: Progress
+) -> None:
+    """All layers, or those that are left, then the folder in its place."""
+    with writer:
+        writer.require_space(estimate_bytes(job.source, job.plan, job.settings, job.spec, windows))
+        converter = Converter(job, Emitter(writer, job.source, job.plan, job.settings), report, windows)
+        converter.run(progress)
+        converter.finish()
 
 
 def _linear_shapes(source: WeightSource, spec: ModelSpec, settings: ConvertSettings) -> dict[str, tuple[int, int]]:
@@ -110,12 +117,11 @@ def _linear_shapes(source: WeightSource, spec: ModelSpec, settings: ConvertSetti
     return shapes
 
 
-def _windows(
-    checkpoint: Checkpoint, spec: ModelSpec, settings: ConvertSettings, text: str | os.PathLike[str] | None
-) -> torch.Tensor:
+def _windows(job: Job, text: str | os.PathLike[str] | None) -> torch.Tensor:
     """The calibration windows' token ids, int64 [samples, length]."""
+    spec, settings = job.spec, job.settings
     documents = read_documents(text)
-    tokenizer = load_tokenizer(checkpoint.path)
+    tokenizer = load_tokenizer(job.checkpoint.path)
     return sample_windows(
         tokenize(tokenizer, documents),
         settings.samples,

@@ -134,16 +134,15 @@ class StepGraphs:
             self.on_capture()
         logger.debug("captured a graph of %d tokens of %d sequences", shape.tokens, shape.sequences)
 
-
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed, so that the device and the allocator can go on."""
-        try:
+        """End a capture that failed, so that the next step can run.
+
+        torch before 2.12 leaves its allocator capturing for ever where the failure had invalidated the capture
+        (github.com/pytorch/pytorch/pull/180395); the engine then fails with the next step. `replay` makes it unlikely:
+        the step has just run in the same pool, so its memory is there.
+        """
+        with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        except RuntimeError:
-            # Where the failure had invalidated the capture, torch before 2.12 leaves its allocator capturing for ever
-            # (github.com/pytorch/pytorch/pull/180395); later ones have nothing left to end here.
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._handle)
 
 
 class DecodeShapes:

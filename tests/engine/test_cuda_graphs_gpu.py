@@ -7,6 +7,11 @@ from qengine.engine.cuda_graphs import StepGraphs
 from qengine.engine.device_inputs import DeviceInputs, InputShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+failed_captures = pytest.mark.xfail(
+    torch.torch_version.TorchVersion(torch.__version__) < "2.12",
+    reason="torch before 2.12 cannot go on after a capture that failed (github.com/pytorch/pytorch/pull/180395)",
+    run=False,  # its allocator ends the process
+)
 SHAPES = [InputShape(8, 8, 0, 1), InputShape(64, 4, 4, 1), InputShape(16, 16, 0, 1)]
 
 
@@ -52,6 +57,7 @@ def test_every_step_sees_its_own_inputs():
     assert len(steps.graphs.graph_bytes()) == len(SHAPES)
 
 
+@failed_captures
 def test_a_capture_without_memory_is_tried_once_more():
     steps = Steps(full=1)
     for seed in (3, 5):
@@ -60,6 +66,7 @@ def test_a_capture_without_memory_is_tried_once_more():
     assert steps.calls == 3
 
 
+@failed_captures
 def test_a_step_without_memory_for_its_graph_is_computed_all_the_same(caplog):
     steps = Steps(full=2)
     for seed in (3, 5):

@@ -11,7 +11,7 @@ import torch
 
 from qengine import LLM, SamplingParams
 from qengine.checkpoint import open_checkpoint
-from qengine.convert.calibration import EVALUATION, bundled_text
+from qengine.convert.documents import EVALUATION, bundled_text
 from qengine.demo_model import cache_dir
 from qengine.layers.attention import DenseContext
 from qengine.models import load_model
