@@ -58,36 +58,44 @@ def convert_checkpoint(
     Raises ConfigError, CheckpointError, UnsupportedError or CapacityError, and then leaves `out` as it was.
     """
     settings = resolve_settings(**options)
-    started = time.monotonic()
     checkpoint = open_checkpoint(model)
     refuse_source_as_target(Path(out), checkpoint.path)
     source = open_weights(checkpoint)
     source.check()
-    if source.method is not None:
-        if options.get("format") is None:
-            raise UnsupportedError(
-                f"{checkpoint.path}: is quantized already ({source.method}); pack the same numbers otherwise with "
-                f"--format, or make a plain copy first: qengine dequantize {checkpoint.path} --out DIR"
-            )
-        return repack_checkpoint(
-            checkpoint,
-            source,
-            out,
-            format=settings.format,
-            model=str(model),
-            force=force,
-            resume=resume,
-            progress=progress,
-            shard_bytes=shard_bytes,
+    folder = {"force": force, "resume": resume, "shard_bytes": shard_bytes}
+    if source.method is None:
+        return _convert_plain(model, out, settings, source, calibration, evaluate, progress, folder)
+    if options.get("format") is None:
+        raise UnsupportedError(
+            f"{checkpoint.path}: is quantized already ({source.method}); pack the same numbers otherwise with "
+            f"--format, or make a plain copy first: qengine dequantize {checkpoint.path} --out DIR"
         )
+    return repack_checkpoint(
+        checkpoint, source, out, format=settings.format, model=str(model), progress=progress, **folder
+    )
+
+
+def _convert_plain(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    settings: ConvertSettings,
+    source: WeightSource,
+    calibration: str | os.PathLike[str] | None,
+    evaluate: bool,
+    progress: Progress | None,
+    folder: dict[str, Any],
+) -> ConvertReport:
+    """Quantize what is not quantized yet; folder: options of FolderWriter."""
+    started = time.monotonic()
+    checkpoint = source.checkpoint
     spec = model_spec(checkpoint)
     check_weights(source, spec)
-    plan, notes = make_plan(_linear_shapes(source, spec, settings), settings)
+    plan, notes = make_plan(linear_shapes(source, spec, settings), settings)
     job = Job(checkpoint, source, spec, plan, settings)
-    windows = None if settings.method == "rtn" else _windows(job, calibration)
+    windows = None if settings.method == "rtn" else calibration_windows(job, calibration)
     report = ConvertReport(str(model), Path(out), settings, plan.group_size, checkpoint.disk_bytes(), warnings=notes)
     same = fingerprint(checkpoint, str(model), settings, windows)
-    writer = FolderWriter(Path(out), force=force, shard_bytes=shard_bytes, resume=resume, fingerprint=same)
+    writer = FolderWriter(Path(out), fingerprint=same, **folder)
     _quantize(job, writer, report, windows, progress or (lambda done, total: None))
     report.seconds = time.monotonic() - started
     if evaluate:
@@ -108,7 +116,7 @@ def _quantize(
         converter.finish()
 
 
-def _linear_shapes(source: WeightSource, spec: ModelSpec, settings: ConvertSettings) -> dict[str, tuple[int, int]]:
+def linear_shapes(source: WeightSource, spec: ModelSpec, settings: ConvertSettings) -> dict[str, tuple[int, int]]:
     """(N, K) of what is to be quantized: the layers' linears, and the output head if it was named."""
     prefixes = [layer_prefix(spec, index) for index in range(spec.num_layers)]
     shapes = {f"{prefix}{name}": shape for prefix in prefixes for name, shape in spec.linear_shapes().items()}
@@ -117,7 +125,7 @@ def _linear_shapes(source: WeightSource, spec: ModelSpec, settings: ConvertSetti
     return shapes
 
 
-def _windows(job: Job, text: str | os.PathLike[str] | None) -> torch.Tensor:
+def calibration_windows(job: Job, text: str | os.PathLike[str] | None) -> torch.Tensor:
     """The calibration windows' token ids, int64 [samples, length]."""
     spec, settings = job.spec, job.settings
     documents = read_documents(text)

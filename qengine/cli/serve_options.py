@@ -27,6 +27,7 @@ SERVER = {
     "request_timeout": "Seconds after which a request is ended with an error (default: never).",
     "max_body_size": "Bytes of a request.",
     "max_choices": "Completions of a request: prompts times n.",
+    "max_words": "Entries of a request's stop, and of its bad_words: each step looks through them.",
     "drain_timeout": "Seconds that open requests have after SIGTERM.",
     "health_timeout": "Seconds within which a healthy engine finishes a step.",
     "uvicorn_log_level": "critical, error, warning, info, debug or trace.",

@@ -14,7 +14,7 @@ from qengine.config import StructuredConfig
 from qengine.engine.block_manager import BlockManager
 from qengine.engine.grammar_queue import GrammarQueue, outcome
 from qengine.engine.interrupts import uninterrupted
-from qengine.engine.limits import Limits, bad_word_ids, check_priority
+from qengine.engine.limits import Limits, bad_word_ids, check_priority, salt_bytes
 from qengine.engine.request import Request, SequenceOutput, as_logprobs
 from qengine.engine.sampler import SampleRow
 from qengine.engine.scheduler import Plan, Scheduler
@@ -91,8 +91,7 @@ class Engine:
         scheduling_policy="priority".
         """
         token_ids, params = self.check_request(prompt_token_ids, params)
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise RequestError(f"cache_salt={cache_salt!r} is not allowed; give a string")
+        salt = salt_bytes(cache_salt)
         check_priority(priority, self.scheduler.policy)
         compiled = self._compiled(params)
         arrival, now = next(self._arrivals), time.monotonic()
@@ -107,7 +106,6 @@ class Engine:
         )
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         bad_words = bad_word_ids(self._tokenizer, params.bad_words or (), self.limits.sample_vocab)
-        salt = (cache_salt or "").encode()
         place = self.scheduler.rank(priority, now), arrival
         sequences = [self._sequence(request, (*place, index), priority, salt) for index in range(params.n)]
         for seq in sequences:

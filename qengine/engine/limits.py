@@ -113,9 +113,22 @@ def check_priority(priority: Any, policy: str) -> None:
 def bad_word_ids(tokenizer: Any, words: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Token sequences of each word, as it stands at a text's start and after a space."""
     found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in dict.fromkeys(words):
         for text in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            try:
+                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            except (UnicodeEncodeError, TypeError) as error:  # see `encode` of engine/prompts.py
+                raise RequestError(f"bad_words has {word!r}; give text without lone surrogates") from error
             if ids and max(ids) < vocab_size:
                 found[ids] = None
     return tuple(found)
+
+
+def salt_bytes(salt: Any) -> bytes:
+    """A request's cache_salt for the keys of its blocks. Raises RequestError."""
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt={salt!r} is not allowed; give a string")
+    try:
+        return (salt or "").encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt={salt!r} is not allowed; give text without lone surrogates") from error

@@ -14,6 +14,8 @@ from qengine.server.prompts import off_loop
 from qengine.server.protocol_chat import ChatMessage
 from qengine.server.state import ServerState
 
+PART = 50
+"""What rendering a message or a part of one costs, in characters to be tokenized."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 
 
@@ -42,9 +44,9 @@ async def chat_prompt(
     _check_kwargs(options, tokenizer)
     if documents is not None:
         options["documents"] = documents
-    conversation = [template_message(message, index) for index, message in enumerate(messages)]
 
     def read() -> Prompt:
+        conversation = [template_message(message, index) for index, message in enumerate(messages)]
         text = render_chat(
             conversation,
             tokenizer,
@@ -57,16 +59,27 @@ async def chat_prompt(
         return Prompt(encode(text, tokenizer, add_special_tokens=bool(add_special_tokens)), text, cache_salt)
 
     try:
-        return await off_loop(sum(len(str(message["content"])) for message in conversation), read)
+        return await off_loop(_size(messages) + (len(str(tools)) if tools else 0), read)
     except RequestError as error:
         raise ApiError(str(error), param="messages") from error
+
+
+def _size(messages: Sequence[ChatMessage]) -> int:
+    """Characters of text that take as long as these messages, be they empty."""
+    size = 0
+    for message in messages:
+        content = message.content
+        parts = [content] if isinstance(content, str) else content or []
+        size += PART + sum(PART + (len(part) if isinstance(part, str) else len(str(part))) for part in parts)
+        size += len(str(message.tool_calls)) if message.tool_calls else 0
+    return size
 
 
 def _check_kwargs(options: dict[str, Any], tokenizer: Any) -> None:
     """Values for the template only: what steers the rendering itself has fields of its own."""
     if not options:
         return
-    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
     for name in options:
         if name in own:
             raise ApiError(

@@ -107,6 +107,15 @@ def validation_error(error: RequestValidationError) -> ApiError:
     return ApiError(f"{'.'.join(place)}: {_lower(first['msg'])}; got {_shown(first.get('input'))}", param=place[0])
 
 
+def _unread(cause: BaseException) -> str:
+    """Why a body was not even parsed."""
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the body is not UTF-8 at byte {cause.start}; send JSON in UTF-8"
+    if isinstance(cause, RecursionError):
+        return "the body is nested too deep; send flatter JSON"
+    return f"the body cannot be read: {cause}; send JSON"
+
+
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
@@ -135,6 +144,11 @@ def add_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code == 404 and message == "Not Found":
             message = f"{request.method} {request.url.path} is not known; /docs lists what is"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{request.method} {request.url.path} is not known; send {allowed}"
+        elif isinstance(error.__cause__, (UnicodeDecodeError, RecursionError, ValueError)):
+            message = _unread(error.__cause__)
         answer = counted(ApiError(message, error.status_code))
         answer.headers.update(error.headers or {})
         return answer

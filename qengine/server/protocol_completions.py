@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr
 
 from qengine.server.protocol import SamplingFields, Wire
 from qengine.server.protocol_chat import ChatMessage
 
-PromptField = StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+_FIRST = Field(fail_fast=True)
+"""The first entry of a list that is wrong tells that it has another form; all of them would take a second to collect."""
+Texts = Annotated[list[StrictStr], _FIRST]
+Ids = Annotated[list[StrictInt], _FIRST]
+PromptField = StrictStr | Texts | Ids | Annotated[list[Ids], _FIRST]
 
 
 class CompletionRequest(SamplingFields):
@@ -26,7 +30,7 @@ class CompletionRequest(SamplingFields):
 class GenerateRequest(SamplingFields):
     """Of /generate, the short form: a prompt and its parameters."""
 
-    prompt: StrictStr | list[StrictInt]
+    prompt: StrictStr | Ids
     max_tokens: int | None = None
     add_special_tokens: bool | None = True
 
@@ -50,4 +54,4 @@ class DetokenizeRequest(Wire):
     """Of /detokenize."""
 
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: Ids

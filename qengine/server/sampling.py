@@ -10,6 +10,8 @@ from qengine.server.protocol import SamplingFields
 from qengine.server.state import ServerState
 from qengine.structured_outputs import StructuredOutputs
 
+MOST_LETTERS = 65536
+"""Characters of a request's stop, and of its bad_words, in all."""
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAME_NAME = (
     "n", "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
@@ -32,6 +34,7 @@ def sampling_params(
     max_tokens, logprobs: as the API means them. structured: what the output must be. Raises ApiError, RequestError.
     """
     _check_counts(state, request, prompts)
+    _check_lists(state, request)
     fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
     for name in FROM_MODEL:
         value = getattr(request, name)
@@ -64,6 +67,28 @@ def _check_counts(state: ServerState, request: SamplingFields, prompts: int) -> 
         raise ApiError("prompt_logprobs come with a whole answer; leave them out or set stream=false", param="stream")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options are for streams; set stream=true or leave them out", param="stream_options")
+
+
+def _check_lists(state: ServerState, request: SamplingFields) -> None:
+    """Lists that each step of the engine looks through, or that it reads between two steps, hold up everybody."""
+    for name in ("stop", "bad_words"):
+        given = getattr(request, name) or ()
+        words = (given,) if isinstance(given, str) else given
+        most = state.settings.max_words
+        if len(words) > most:
+            raise ApiError(
+                f"{name} has {len(words)} entries, {most} are allowed; give fewer, or raise --max-words", param=name
+            )
+        letters = sum(map(len, words))
+        if letters > MOST_LETTERS:
+            raise ApiError(
+                f"{name} has {letters} characters, {MOST_LETTERS} are allowed; give fewer or shorter texts", param=name
+            )
+    size = state.llm.llm.engine.limits.vocab_size
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        count = len(getattr(request, name) or ())
+        if count > size:
+            raise ApiError(f"{name} has {count} ids, more than the vocabulary's {size}; give each once", param=name)
 
 
 def completion_max_tokens(state: ServerState, given: int | None) -> int | None:

@@ -28,7 +28,7 @@ class ServerSettings:
     whether to call one. reasoning_parser: the form in which it writes its reasoning, split off the answer.
     max_concurrent_requests: requests under way; the next one is answered 429. None: no limit. request_timeout: seconds
     after which a request is ended with an error; None: never. max_body_size: bytes. max_choices: completions of one
-    request, prompts times n.
+    request, prompts times n. max_words: entries of each of a request's stop and bad_words.
     drain_timeout: seconds that open requests have to finish after SIGTERM. health_timeout: seconds within which the
     engine must finish a step to be healthy. timeout_keep_alive: seconds that an idle connection stays open.
     log_requests: write prompts and parameters to the log. max_log_len: characters of a prompt there; None: all.
@@ -56,6 +56,7 @@ class ServerSettings:
     request_timeout: float | None = None
     max_body_size: int = 4 * 1024 * 1024
     max_choices: int = 1024
+    max_words: int = 1024
     drain_timeout: float = 30.0
     health_timeout: float = 30.0
     timeout_keep_alive: float = 75.0
@@ -71,6 +72,7 @@ class ServerSettings:
         _whole("port", self.port, 0, 65535)
         _whole("max_body_size", self.max_body_size, 1)
         _whole("max_choices", self.max_choices, 1)
+        _whole("max_words", self.max_words, 1)
         for name, low in (("max_concurrent_requests", 1), ("max_log_len", 0)):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), low)

@@ -41,7 +41,10 @@ class ServerState:
     def tokenizer(self) -> Any:
         """The tokenizer. Raises ApiError if none was loaded."""
         if self.llm.tokenizer is None:
-            raise ApiError("the server runs without a tokenizer (skip_tokenizer_init); send token ids")
+            raise ApiError(
+                "this needs a tokenizer, and the server runs without one (--skip-tokenizer-init); send token ids to "
+                "/v1/completions, without echo"
+            )
         return self.llm.tokenizer
 
     @property
