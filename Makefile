@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/made-from-this-pyproject
 PEERS_VENV ?= .venv-peers
+CONVERTERS ?= .venv-converters
 
 .PHONY: help demo test test-slow test-peers test-gpu test-browser test-fuzz lint types smoke budget bench clean
 help:
 	@echo "make demo        convert SmolLM2-135M to AWQ and GPTQ INT4, generate from each, compare"
 	@echo "make test        the tests (about 10 minutes on 2 cores)"
 	@echo "make test-slow   the long ones: whole-model conversions, sweeps"
-	@echo "make test-peers  our checkpoints in GPTQModel and transformers, in $(PEERS_VENV)"
+	@echo "make test-peers  our checkpoints in GPTQModel and transformers, in $(PEERS_VENV); peers' quantizers in $(CONVERTERS)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make test-browser  the page in headless Chromium"
 	@echo "make test-fuzz   whatever the server's OpenAPI allows, by schemathesis"
@@ -34,7 +35,8 @@ test-slow: $(STAMP)
 
 test-peers: $(STAMP)
 	tests/peers/make_env.sh $(PEERS_VENV)
-	QENGINE_PEERS_VENV=$(PEERS_VENV) $(BIN)/python -m pytest -m peers $(TEST_ARGS)
+	tests/peers/make_converters.sh $(CONVERTERS)
+	QENGINE_PEERS_VENV=$(PEERS_VENV) QENGINE_CONVERTERS=$(CONVERTERS) $(BIN)/python -m pytest -m peers $(TEST_ARGS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(TEST_ARGS)
@@ -63,4 +65,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_decode.py $(BENCH_ARGS)
 
 clean:
-	rm -rf .venv .venv-smoke .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-smoke .venv-peers .venv-converters build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,65 +3,49 @@
     PYTHON benchmarks/convert_peer_run.py PEER SOURCE OUT WINDOWS.json --bits 4 --group-size 64 [--sym]
 
 PEER: autoawq, gptqmodel, llmcompressor-awq or llmcompressor-gptq. WINDOWS.json: the calibration windows as lists of
-token ids. Needs nothing of qengine; `convert_peers.py` calls it and scores what it writes. Prints the seconds that the
-library's own quantizer took, as JSON.
+token ids. Needs nothing of qengine but this checkout; `convert_peers.py` calls it and scores what it writes. Prints the
+seconds that the library's own quantizer took, as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import resource
-import textwrap
+import sys
 import time
+from pathlib import Path
 
 import torch
 
+ROOT = str(Path(__file__).resolve().parents[1])
 
-def autoawq(args: argparse.Namespace, windows: list[list[int]]) -> float:
-    """AutoAWQ 0.2.9. On a CPU its backup of the weights copies nothing; here it is mended by a clone."""
-    from awq import AutoAWQForCausalLM
-    from awq.quantize import quantizer
-    from transformers import AutoTokenizer
 
-    method = quantizer.AwqQuantizer._compute_best_scale
-    text = textwrap.dedent(inspect.getsource(method))
-    text = text.replace("@torch.no_grad()\n", "")
-    mended = text.replace("{k: v.cpu() for", "{k: v.detach().clone() for")
-    if mended == text:
-        raise SystemExit("AutoAWQ's backup of the weights is not where it was in 0.2.9; look again")
-    exec(compile(mended, quantizer.__file__, "exec"), vars(quantizer))
-    quantizer.AwqQuantizer._compute_best_scale = torch.no_grad()(vars(quantizer)["_compute_best_scale"])
+def backend(args: argparse.Namespace, windows: list[list[int]]) -> float:
+    """AutoAWQ or GPTQModel as `qengine convert --backend` runs them, on the CPU."""
+    # On the path for these imports only: transformers takes any folder called `kernels` there for a package.
+    sys.path.append(ROOT)
+    from qengine.convert.backends import autoawq, gptqmodel
+    from qengine.convert.backends.job import PeerJob
 
-    model = AutoAWQForCausalLM.from_pretrained(args.source, torch_dtype=torch.float32, device_map="cpu")
-    tokenizer = AutoTokenizer.from_pretrained(args.source)
-    config = {"zero_point": not args.sym, "q_group_size": args.group_size, "w_bit": args.bits, "version": "GEMM"}
-    started = time.monotonic()
-    model.quantize(
-        tokenizer,
-        quant_config=config,
-        calib_data=windows,
-        max_calib_samples=len(windows),
-        max_calib_seq_len=len(windows[0]),
+    sys.path.remove(ROOT)
+    Path(args.out).mkdir()
+    awq = args.peer == "autoawq"
+    job = PeerJob(
+        backend=args.peer,
+        source=args.source,
+        out=args.out,
+        windows=windows,
+        method="awq" if awq else "gptq",
+        format="awq-gemm" if awq else "gptq",
+        bits=args.bits,
+        group_size=args.group_size,
+        sym=args.sym,
+        desc_act=False,
+        device="cpu",
+        seed=0,
     )
-    seconds = time.monotonic() - started
-    model.save_quantized(args.out)
-    return seconds
-
-
-def gptqmodel(args: argparse.Namespace, windows: list[list[int]]) -> float:
-    """GPTQModel's GPTQ with its own defaults."""
-    from gptqmodel import GPTQModel, QuantizeConfig
-
-    config = QuantizeConfig(bits=args.bits, group_size=args.group_size, sym=args.sym, desc_act=False)
-    model = GPTQModel.load(args.source, config, dtype=torch.float32, device="cpu")
-    data = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in windows]
-    started = time.monotonic()
-    model.quantize(data, batch_size=1)
-    seconds = time.monotonic() - started
-    model.save(args.out)
-    return seconds
+    return (autoawq if awq else gptqmodel).quantize(job)
 
 
 def llmcompressor(args: argparse.Namespace, windows: list[list[int]]) -> float:
@@ -113,7 +97,7 @@ def main() -> None:
     args = parser.parse_args()
     with open(args.windows, encoding="utf-8") as file:
         windows = json.load(file)
-    run = {"autoawq": autoawq, "gptqmodel": gptqmodel}.get(args.peer, llmcompressor)
+    run = backend if args.peer in ("autoawq", "gptqmodel") else llmcompressor
     seconds = run(args, windows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"peer": args.peer, "seconds": round(seconds, 1), "peak_mib": round(peak)}))

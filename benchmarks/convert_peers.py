@@ -4,10 +4,11 @@
     python benchmarks/convert_peers.py MODEL --envs .venv-converters --json benchmarks/results/convert_peers.json
     python benchmarks/convert_peers.py MODEL --envs .venv-converters --only qengine-awq autoawq --seeds 0 1 2
 
-Every library gets the same windows of Moby-Dick (64 of 512 tokens, drawn by the seed) and converts in a process of its
-own, one after the other, on the CPU. All results are scored by one program: perplexity of the dequantized weights in
-float32 on the first 24 windows of 2,048 tokens of the bundled evaluation text. On 2 cores it takes hours; what is
-in the file of --json already is not repeated. `over` is the growth of the loss over the source's.
+Every library gets the same windows of Moby-Dick (64 of 512 tokens unless --samples says otherwise, drawn by the seed)
+and converts in a process of its own, one after the other, on the CPU. All results are scored by one program: perplexity
+of the dequantized weights in float32 on the first 24 windows (--windows) of 2,048 tokens of the bundled evaluation
+text. On 2 cores it takes hours; what is in the file of --json already is not repeated. `over` is the growth of the loss
+over the source's.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ PEER_ENVIRONMENT = {
 }
 
 
-def calibration(source: Path, seed: int) -> torch.Tensor:
-    """The windows that `convert_checkpoint` draws, int64 [SAMPLES, LENGTH]."""
+def calibration(source: Path, seed: int, samples: int) -> torch.Tensor:
+    """The windows that `convert_checkpoint` draws, int64 [samples, LENGTH]."""
     tokenizer = load_tokenizer(source)
     vocabulary = open_checkpoint(source).text_config()["vocab_size"]
     ids = tokenize(tokenizer, read_documents(None))
-    return sample_windows(ids, SAMPLES, LENGTH, seed=seed, vocab_size=vocabulary, start=start_tokens(tokenizer))
+    return sample_windows(ids, samples, LENGTH, seed=seed, vocab_size=vocabulary, start=start_tokens(tokenizer))
 
 
 def for_peers(source: Path, folder: Path) -> Path:
@@ -92,9 +93,10 @@ def for_peers(source: Path, folder: Path) -> Path:
     return copy
 
 
-def own(way: Way, source: Path, out: Path, seed: int) -> dict[str, Any]:
+def own(way: Way, source: Path, out: Path, seed: int, samples: int) -> dict[str, Any]:
     """Convert here, in a process of its own for the sake of its peak of memory."""
-    command = [sys.executable, __file__, str(source), "--own", way.method, str(out), str(seed), str(int(way.sym))]
+    command = [sys.executable, __file__, str(source), "--samples", str(samples)]
+    command += ["--own", way.method, str(out), str(seed), str(int(way.sym))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{way.name}: {done.stderr[-2000:]}")
@@ -102,9 +104,9 @@ def own(way: Way, source: Path, out: Path, seed: int) -> dict[str, Any]:
     return result
 
 
-def convert_own(source: Path, method: str, out: str, seed: int, sym: bool) -> None:
+def convert_own(source: Path, method: str, out: str, seed: int, sym: bool, samples: int) -> None:
     """What `own` starts."""
-    options: dict[str, Any] = {} if method == "rtn" else {"samples": SAMPLES, "seq_len": LENGTH, "seed": seed}
+    options: dict[str, Any] = {} if method == "rtn" else {"samples": samples, "seq_len": LENGTH, "seed": seed}
     started = time.monotonic()
     convert_checkpoint(source, out, method=method, sym=sym, group_size=64, **options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -129,10 +131,10 @@ def measure(way: Way, seed: int, args: argparse.Namespace, tokens: torch.Tensor,
     with tempfile.TemporaryDirectory(dir=args.work) as scratch:
         folder = Path(scratch)
         if way.env is None:
-            took = own(way, args.model, folder / "out", seed)
+            took = own(way, args.model, folder / "out", seed, args.samples)
         else:
             windows = folder / "windows.json"
-            windows.write_text(json.dumps(calibration(args.model, seed).tolist()), encoding="utf-8")
+            windows.write_text(json.dumps(calibration(args.model, seed, args.samples).tolist()), encoding="utf-8")
             took = other(way, for_peers(args.model, folder), folder / "out", windows, args.envs)
         value = streamed_perplexity(open_checkpoint(folder / "out"), tokens, torch.device("cpu"))
     over = round(math.log(value) - source_loss, 5)
@@ -146,16 +148,18 @@ def main() -> None:
     parser.add_argument("--envs", type=Path, help="what make_converters.sh made")
     parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration windows")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help="windows of the evaluation text")
     parser.add_argument("--json", type=Path, help="the table's file, taken up where it is")
     parser.add_argument("--work", type=Path, help="folder for conversions; default: the system's")
     parser.add_argument("--own", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.own:
         method, out, seed, sym = args.own
-        convert_own(args.model, method, out, int(seed), sym == "1")
+        convert_own(args.model, method, out, int(seed), sym == "1", args.samples)
         return
     ids = load_tokenizer(args.model)(bundled_text("evaluation.txt"), add_special_tokens=False, verbose=False)
-    tokens = torch.tensor(ids["input_ids"][: WINDOWS * SEQ_LEN]).reshape(WINDOWS, SEQ_LEN)
+    tokens = torch.tensor(ids["input_ids"][: args.windows * SEQ_LEN]).reshape(args.windows, SEQ_LEN)
     table: dict[str, Any] = {"model": str(args.model), "rows": []}
     if args.json and args.json.is_file():
         table = json.loads(args.json.read_text(encoding="utf-8"))

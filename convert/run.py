@@ -62,7 +62,7 @@ def convert_checkpoint(
     refuse_source_as_target(Path(out), checkpoint.path)
     source = open_weights(checkpoint)
     source.check()
-    folder = {"force": force, "resume": resume, "shard_bytes": shard_bytes}
+    folder: dict[str, Any] = {"force": force, "resume": resume, "shard_bytes": shard_bytes}
     if source.method is None:
         return _convert_plain(model, out, settings, source, calibration, evaluate, progress, folder)
     if options.get("format") is None:

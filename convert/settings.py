@@ -91,13 +91,19 @@ def resolve_settings(
     )
     _check_grid(settings)
     _check_keep(settings)
-    if samples is None:
-        samples = DEFAULT_SAMPLES["cpu" if device.startswith("cpu") else "cuda"]
-    for name, value in (("--samples", samples), ("--seq-len", seq_len)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} is not allowed; give a whole number of at least 1")
+    settings = replace(settings, samples=_sample_count(samples, device))
+    if seq_len < 1:
+        raise ConfigError(f"--seq-len={seq_len} is not allowed; give a whole number of at least 1")
     _check_device(device)
-    return replace(settings, samples=samples)
+    return settings
+
+
+def _sample_count(samples: int | None, device: str) -> int:
+    if samples is None:
+        return DEFAULT_SAMPLES["cpu" if device.startswith("cpu") else "cuda"]
+    if samples < 1:
+        raise ConfigError(f"--samples={samples} is not allowed; give a whole number of at least 1")
+    return samples
 
 
 def repack_settings(format: str, bits: int, group_size: int, sym: bool, desc_act: bool) -> ConvertSettings:

@@ -11,15 +11,17 @@ from qengine.convert.backends.job import PeerJob
 def quantize(job: PeerJob) -> float:
     """Convert and save, with the library's defaults for all that the job does not say. Returns its seconds."""
     import torch
-    from gptqmodel import GPTQModel, QuantizeConfig
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(**settings(job))
-    # float32 where float16 is slow; the default picks bfloat16, which loses scales' bits
-    dtype = torch.float32 if job.device == "cpu" else torch.float16
+    # float32 where float16 is slow, but not for AWQ, whose modules refuse it; the default may be bfloat16
+    dtype = torch.float32 if job.device == "cpu" and job.method == "gptq" else torch.float16
     model = GPTQModel.load(job.source, config, dtype=dtype, device="cpu" if job.device == "cpu" else "cuda:0")
     data = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job.windows]
+    # What packs AWQ's codes by itself is a CUDA kernel's module.
+    packer = BACKEND.AWQ_TORCH if job.method == "awq" and job.device == "cpu" else BACKEND.AUTO
     started = time.monotonic()
-    model.quantize(data, batch_size=1)
+    model.quantize(data, batch_size=1, backend=packer)
     seconds = time.monotonic() - started
     model.save(job.out)
     return seconds

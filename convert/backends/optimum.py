@@ -17,7 +17,8 @@ def quantize(job: PeerJob) -> float:
     from transformers import AutoModelForCausalLM
 
     dtype = torch.float32 if job.device == "cpu" else torch.float16
-    model = AutoModelForCausalLM.from_pretrained(job.source, dtype=dtype, device_map=job.device)
+    model: Any = AutoModelForCausalLM.from_pretrained(job.source, dtype=dtype)
+    model.to(job.device)
     quantizer = GPTQQuantizer(
         bits=job.bits,
         dataset=[_sample(ids) for ids in job.windows],

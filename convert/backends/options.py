@@ -71,6 +71,8 @@ def _check_peer(name: str, settings: ConvertSettings) -> None:
             f"--format {settings.format} {kind}: Optimum saves what is symmetric as gptq and all else as gptq_v2; use "
             f"--format {own}"
         )
+    if name == "autoawq" and settings.sym:
+        raise ConfigError("--sym: AutoAWQ cannot pack gemm without zero points of its own; drop --sym")
     if name == "autoawq" and settings.group_size == -1:
         raise ConfigError("--group-size=-1: readers of AutoAWQ's files do not agree on it; give 32, 64 or 128")
 

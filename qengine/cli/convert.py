@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from qengine.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from qengine.convert.backends.report import PeerReport
     from qengine.convert.report import ConvertReport
 
 
@@ -24,6 +25,14 @@ class Method(str, Enum):
     awq = "awq"
     gptq = "gptq"
     best = "best"
+
+
+class Backend(str, Enum):
+    """Whose quantizer does it."""
+
+    autoawq = "autoawq"
+    optimum = "optimum"
+    gptqmodel = "gptqmodel"
 
 
 class Format(str, Enum):
@@ -39,9 +48,13 @@ def convert(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a model with plain weights.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The new folder.", show_default=False)],
     method: Annotated[
-        Method,
-        typer.Option(help="awq: scales and clips by activations. gptq: compensates. best: both. rtn: rounds."),
-    ] = Method.awq,
+        Method | None,
+        typer.Option(
+            help="awq: scales and clips by activations. gptq: compensates. best: both. rtn: rounds. "
+            "\\[default: awq; gptq with --backend optimum or gptqmodel]",
+            show_default=False,
+        ),
+    ] = None,
     bits: Annotated[int, typer.Option(help="2, 3, 4 or 8; awq-gemm has 4 only.")] = 4,
     group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1 for the whole row.")] = 128,
     keep: Annotated[
@@ -57,7 +70,7 @@ def convert(
         bool | None,
         typer.Option(
             "--sym/--asym",
-            help="Fixed or free zero points. [default: sym for gptq and compressed-tensors]",
+            help="Fixed or free zero points. \\[default: sym for gptq and compressed-tensors]",
             show_default=False,
         ),
     ] = None,
@@ -65,18 +78,18 @@ def convert(
         bool, typer.Option("--desc-act", help="GPTQ groups in order of importance (needs g_idx).")
     ] = False,
     format: Annotated[
-        Format | None, typer.Option(help="[default: awq-gemm; gptq: gptq, with --asym gptq_v2]", show_default=False)
+        Format | None, typer.Option(help="\\[default: awq-gemm; gptq: gptq, with --asym gptq_v2]", show_default=False)
     ] = None,
     calibration: Annotated[
         str | None,
         typer.Option(
-            help='.txt, .jsonl or .parquet with "text" or "messages", or dataset:NAME[:CONFIG][@SPLIT]. '
-            "[default: bundled]",
+            help='.txt, .jsonl or .parquet with "text" or "messages", or dataset:NAME\\[:CONFIG]\\[@SPLIT]. '
+            "\\[default: bundled]",
             show_default=False,
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Calibration windows. [default: 16 on a CPU, 128 on a GPU]", show_default=False)
+        int | None, typer.Option(help="Calibration windows. \\[default: 16 on a CPU, 128 on a GPU]", show_default=False)
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
@@ -86,6 +99,10 @@ def convert(
         bool, typer.Option("--resume", help="Go on where the same command was killed or interrupted.")
     ] = False,
     evaluate: Annotated[bool, typer.Option("--evaluate", help="Perplexity before and after, in the report.")] = False,
+    backend: Annotated[
+        Backend | None,
+        typer.Option(help="Another library's own quantizer, where it is installed.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantize a model to a folder that transformers, GPTQModel, vLLM and qengine load.
@@ -100,37 +117,48 @@ def convert(
       qengine convert ./llama --out llama-gptq --method gptq --sym --device cuda
 
       qengine convert ./qwen --out qwen-ct --format compressed-tensors --calibration my-texts.jsonl
+
+      qengine convert ./llama --out llama-theirs --backend gptqmodel --group-size 64
     """
     from rich.console import Console
 
-    from qengine.convert.run import convert_checkpoint
-
-    console = Console(stderr=True)
-    with _Bar(console) as bar:
-        report = convert_checkpoint(
-            model,
-            out,
-            method=method.value,
-            format=format.value if format else None,
-            bits=bits,
-            group_size=group_size,
-            sym=sym,
-            desc_act=desc_act,
-            calibration=calibration,
-            samples=samples,
-            seq_len=seq_len,
-            device=device,
-            seed=seed,
-            force=force,
-            resume=resume,
-            keep=_kept(keep or []),
-            evaluate=evaluate,
-            progress=bar.update,
-        )
+    options: dict[str, Any] = {
+        "format": format.value if format else None,
+        "bits": bits,
+        "group_size": group_size,
+        "sym": sym,
+        "desc_act": desc_act,
+        "calibration": calibration,
+        "samples": samples,
+        "seq_len": seq_len,
+        "device": device,
+        "seed": seed,
+        "force": force,
+        "resume": resume,
+        "keep": _kept(keep or []),
+        "evaluate": evaluate,
+    }
+    if method is not None:
+        options["method"] = method.value
+    report = _run(model, out, backend, options, Console(stderr=True))
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
+    elif backend is not None:
+        _print_peer_summary(report, Console())
     else:
         _print_summary(report, Console())
+
+
+def _run(model: str, out: Path, backend: Backend | None, options: dict[str, Any], console: Console) -> Any:
+    """The report, ours or a peer's. A peer has progress bars of its own, so ours is not shown beside them."""
+    if backend is not None:
+        from qengine.convert.backends.convert import convert_with_backend
+
+        return convert_with_backend(model, out, backend=backend.value, **options)
+    from qengine.convert.run import convert_checkpoint
+
+    with _Bar(console) as bar:
+        return convert_checkpoint(model, out, progress=bar.update, **options)
 
 
 def _kept(pairs: list[str]) -> dict[str, int]:
@@ -188,6 +216,23 @@ def _print_summary(report: ConvertReport, console: Console) -> None:
         ]
         table.add_row(name, *cells)
     console.print(table)
+    _print_totals(report, console)
+
+
+def _print_peer_summary(report: PeerReport, console: Console) -> None:
+    settings = report.settings
+    kind = "sym" if settings.sym else "asym"
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    grid = f"{settings.bits} bits, groups of {report.group_size}, {kind}"
+    console.print(f"{report.out}: {settings.method} by {report.backend}, {settings.format}, {grid}")
+    console.print(f"{versions}; its quantizer took {report.quantizer_seconds:.1f} s", highlight=False)
+    console.print(
+        f"{report.linears} linears load; perplexity on the calibration text {report.before:.3f} -> {report.after:.3f}"
+    )
+    _print_totals(report, console)
+
+
+def _print_totals(report: ConvertReport | PeerReport, console: Console) -> None:
     minutes, seconds = divmod(report.seconds, 60)
     sizes = f"{report.source_bytes / 1e6:.1f} MB -> {report.out_bytes / 1e6:.1f} MB"
     console.print(f"weights {sizes} in {int(minutes)} min {seconds:.1f} s")

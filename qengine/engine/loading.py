@@ -259,6 +259,9 @@ def load_tokenizer(ckpt: Checkpoint, settings: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     source = settings.tokenizer or str(ckpt.path)
+    hint = "pass tokenizer=<folder or id>, or skip_tokenizer_init=True (--skip-tokenizer-init) to work with token ids"
+    if is_random(source):
+        raise CheckpointError(f"{source} has no tokenizer; {hint}")
     revision = settings.tokenizer_revision or (settings.revision if settings.tokenizer is None else None)
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if revision and not Path(source).is_dir():
@@ -267,8 +270,7 @@ def load_tokenizer(ckpt: Checkpoint, settings: ModelConfig) -> Any:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # transformers raises whatever its parsers do
         raise CheckpointError(
-            f"no tokenizer can be loaded from {source}: {' '.join(str(error).split())}; "
-            "pass tokenizer=<folder or id>, or skip_tokenizer_init=True to work with token ids"
+            f"no tokenizer can be loaded from {source}: {' '.join(str(error).split())}; {hint}"
         ) from error
 
 

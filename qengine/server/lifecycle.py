@@ -24,6 +24,7 @@ from uvicorn.config import LOGGING_CONFIG
 from qengine.async_llm import AsyncLLM
 from qengine.errors import ConfigError
 from qengine.server.app import build_app
+from qengine.server.heads import BoundedHeads
 from qengine.server.settings import ServerSettings
 from qengine.server.state import ServerState
 from qengine.server.watch import Ended
@@ -153,6 +154,7 @@ def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     log["loggers"]["qengine"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
     config = uvicorn.Config(
         app,
+        http=BoundedHeads,
         log_config=log,
         log_level=settings.uvicorn_log_level,
         access_log=not settings.disable_uvicorn_access_log,

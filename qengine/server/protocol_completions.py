@@ -10,7 +10,7 @@ from qengine.server.protocol import SamplingFields, Wire
 from qengine.server.protocol_chat import ChatMessage
 
 _FIRST = Field(fail_fast=True)
-"""The first entry of a list that is wrong tells that it has another form; all of them would take a second to collect."""
+"""The first wrong entry of a list tells that it has another form; all of them would take a second to collect."""
 Texts = Annotated[list[StrictStr], _FIRST]
 Ids = Annotated[list[StrictInt], _FIRST]
 PromptField = StrictStr | Texts | Ids | Annotated[list[Ids], _FIRST]

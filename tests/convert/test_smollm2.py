@@ -1,25 +1,12 @@
-import json
-import shutil
-
 import pytest
-from safetensors.torch import load_file, save_file
+from cut_model import first_layers as cut
 
 from qengine.convert.run import convert_checkpoint
 
 
 @pytest.fixture(scope="module")
 def first_layers(smollm2, tmp_path_factory):
-    """The demo model cut to its first two layers: real weights and activations, in seconds."""
-    folder = tmp_path_factory.mktemp("smollm2") / "cut"
-    shutil.copytree(smollm2, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-    tensors = {}
-    for file in smollm2.glob("*.safetensors"):
-        tensors.update(load_file(file))
-    kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".layers.")[1].split(".")[0]) < 2}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return cut(smollm2, tmp_path_factory.mktemp("smollm2") / "cut")
 
 
 @pytest.mark.parametrize(("method", "limit"), [("awq", 0.75), ("gptq", 0.6)])

@@ -563,6 +563,11 @@ def test_a_tokenizer_error_is_one_line(folder):
     assert "\n" not in str(caught.value)
 
 
+def test_a_random_model_has_no_tokenizer():
+    with pytest.raises(CheckpointError, match=r"random:tiny has no tokenizer; .*--skip-tokenizer-init"):
+        LLM("random:tiny", device="cpu")
+
+
 def test_perplexity_names_ids_outside_the_vocabulary(llm):
     for wrong in (-1, 320):
         with pytest.raises(RequestError, match=f"token id {wrong} is outside"):

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes the environments in which other libraries convert: make_converters.sh FOLDER [PYTHON]
 #
-# Three of them, because they want different versions of transformers: FOLDER/autoawq, FOLDER/gptqmodel,
-# FOLDER/llmcompressor. A CPU build of torch is asked for first and then held by a constraint.
+# Three of them, because they want different versions of what they share: FOLDER/autoawq, FOLDER/gptqmodel (with optimum),
+# FOLDER/llmcompressor. A CPU build of torch is asked for first and then held by a constraint. AutoAWQ names
+# transformers 4.51.3 as the last it was tested with; 5.17 gives the same weights, and qengine needs 5.10 and later.
 set -euo pipefail
 folder=${1:?"usage: make_converters.sh FOLDER [PYTHON]"}
 python=${2:-python3}
@@ -21,9 +22,11 @@ make() {
     autoawq)
         "$env/bin/pip" install -q numpy setuptools wheel
         "$env/bin/pip" install -q --no-deps autoawq==0.2.9
-        "$env/bin/pip" install -q transformers==4.51.3 accelerate "datasets>=2.20" zstandard
+        "$env/bin/pip" install -q transformers==5.17.0 accelerate "datasets>=2.20" zstandard
         ;;
-    gptqmodel) "$env/bin/pip" install -q gptqmodel==7.6.0 transformers==5.17.0 accelerate safetensors ;;
+    gptqmodel)
+        "$env/bin/pip" install -q gptqmodel==7.6.0 optimum==2.3.0 transformers==5.17.0 accelerate safetensors
+        ;;
     llmcompressor) "$env/bin/pip" install -q llmcompressor==0.14.0.1 ;;
     esac
     unset PIP_CONSTRAINT

@@ -7,6 +7,8 @@ from http_server import running, tiny_model
 from tiny_llm import tiny_folder
 
 from qengine import SamplingParams
+from qengine.async_llm import LONG_TEXT
+from qengine.server import chat_prompt
 from qengine.server.token_text import TokenTexts
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -229,3 +231,16 @@ def test_requests_cannot_hurt_by_messages(client):
         answer = httpx.post(f"{client.base_url}chat/completions", json={"messages": messages})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "messages"
+
+
+def test_many_short_messages_are_rendered_off_the_event_loop(server, monkeypatch):
+    sizes = []
+
+    async def off_loop(size, work):
+        sizes.append(size)
+        return work()
+
+    monkeypatch.setattr(chat_prompt, "off_loop", off_loop)
+    messages = [{"role": "user", "content": ""}] * 1000
+    httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages})
+    assert sizes[0] > LONG_TEXT

@@ -6,7 +6,10 @@ import httpx
 import openai
 import pytest
 from http_server import running, tiny_model
+from pydantic import ValidationError
 from tiny_llm import copy_of
+
+from qengine.server.protocol_completions import CompletionRequest
 
 CHAT = [{"role": "user", "content": "Hello"}]
 
@@ -57,6 +60,10 @@ def alive(server):
         ({"structured_outputs": {}}, "structured_outputs", "asks for nothing"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "response_format", "constrained 2 times"),
         ({"n": 2000}, "n", "--max-choices"),
+        ({"stop": ["a"] * 1025}, "stop", "--max-words"),
+        ({"bad_words": ["a"] * 1025}, "bad_words", "--max-words"),
+        ({"bad_words": ["a" * 65537]}, "bad_words", "65536 are allowed"),
+        ({"allowed_token_ids": [5] * 1000}, "allowed_token_ids", "more than the vocabulary"),
     ],
 )
 def test_values(server, body, param, says, stream):
@@ -89,6 +96,23 @@ def test_prompts(server, prompt, says):
     assert says in error(answer)["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("name", "value"), [("cache_salt", "\ud800"), ("bad_words", ["\ud800"])])
+def test_texts_that_are_no_text(server, name, value, stream):
+    content = json.dumps({"prompt": "a", "stream": stream, name: value})
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    found = error(answer)
+    assert found["param"] == name
+    assert "lone surrogates" in found["message"]
+
+
+def test_a_wrong_list_is_told_once(server):
+    """Each form of a prompt would else report each of its entries: seconds in which nobody else is served."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest(prompt=[1.5] * 1000)
+    assert len(caught.value.errors()) == 4
+
+
 def test_a_prompt_that_is_too_long_has_its_code(server):
     assert error(post(server, prompt=[5] * 600))["code"] == "context_length_exceeded"
 
@@ -98,6 +122,19 @@ def test_bodies(server, content):
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate"):
         answer = httpx.post(f"{server.url}{path}", content=content, headers={"Content-Type": "application/json"})
         error(answer)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"prompt": "a\xff"}', "not UTF-8 at byte 13"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "digits"),
+    ],
+)
+def test_bodies_that_no_parser_takes(server, content, says):
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert says in error(answer)["message"]
 
 
 def test_a_body_that_is_no_json_by_its_type(server):
@@ -110,7 +147,7 @@ def test_a_body_that_is_no_json_by_its_type(server):
 
 def test_paths_and_methods(server):
     assert "/docs" in error(httpx.get(f"{server.url}/nowhere"), 404)["message"]
-    error(httpx.get(f"{server.url}/v1/completions"), 405)
+    assert error(httpx.get(f"{server.url}/v1/completions"), 405)["message"].endswith("send POST")
 
 
 def test_model_names(server, client):
