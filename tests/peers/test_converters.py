@@ -112,7 +112,7 @@ def test_the_comparing_benchmark(tmp_path, smollm2, converters):
     table = tmp_path / "table.json"
     ways = ["qengine-awq", "qengine-gptq", "autoawq", "gptqmodel"]
     command = [sys.executable, ROOT / "benchmarks/convert_peers.py", source, "--envs", converters, "--json", table]
-    command += ["--only", *ways, "--seeds", "0", "--samples", "8", "--windows", "2"]
+    command += ["--only", *ways, "--seeds", "0", "--samples", "4", "--windows", "1"]
     env = {**os.environ, "PYTHONPATH": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-4000:]
