@@ -31,3 +31,7 @@ class RequestError(QEngineError, ValueError):
 
 class CapacityError(QEngineError):
     """Not enough memory or cache; the message gives the numbers and what to lower."""
+
+
+class ClosedError(QEngineError):
+    """A closed LLM was used. With several callers its engine may also have failed between two lines of one of them."""

@@ -18,7 +18,7 @@ from qengine.engine.loading import load_engine
 from qengine.engine.progress import generation_progress, loading_progress
 from qengine.engine.prompts import Prompt, encode, read_prompt, render_chat, split_conversations, split_prompts
 from qengine.engine.request import Request
-from qengine.errors import QEngineError, RequestError
+from qengine.errors import ClosedError, QEngineError, RequestError
 from qengine.models import Decoder
 from qengine.outputs import RequestOutput, StreamDelta
 from qengine.perplexity import Perplexity, perplexity
@@ -75,9 +75,9 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises QEngineError once closed."""
+        """The engine. Raises ClosedError once closed."""
         if self._engine is None:
-            raise QEngineError("this LLM is closed; create a new one with LLM(model, ...)")
+            raise ClosedError("this LLM is closed; create a new one with LLM(model, ...)")
         return self._engine
 
     def generate(

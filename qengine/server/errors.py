@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from qengine.async_llm import EngineDeadError, QueueFullError
-from qengine.errors import CapacityError, QEngineError, RequestError
+from qengine.errors import CapacityError, ClosedError, QEngineError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(str(error), 429, code="queue_full", retry=True)
     if isinstance(error, CapacityError):
         return ApiError(str(error), 503, code="out_of_memory", retry=True)
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, EngineDeadError | ClosedError):
         return ApiError("the engine is not running; the server ends and has to be restarted", 503, code="engine_dead")
     if isinstance(error, QEngineError):
         return ApiError(str(error), 500, code="engine_error")
@@ -155,5 +155,5 @@ def add_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    for kind in (ApiError, RequestError, CapacityError, EngineDeadError, Exception):
+    for kind in (ApiError, RequestError, CapacityError, EngineDeadError, ClosedError, Exception):
         app.add_exception_handler(kind, known)

@@ -15,7 +15,9 @@ import openai
 import pytest
 from http_server import free_port, running, slow_down, tiny_model, wait_for
 
-from qengine.errors import ConfigError
+from qengine import LLM
+from qengine.errors import ConfigError, QEngineError
+from qengine.server.errors import as_api_error
 from qengine.server.lifecycle import bind, check_tls
 from qengine.server.settings import ServerSettings
 
@@ -142,6 +144,15 @@ def test_an_engine_that_fails_ends_the_process(launch, model):
     assert answers[0].json()["error"]["code"] == "engine_dead"
     assert process.wait(20) == 1
     assert "the device is gone" in process.stdout.read()
+
+
+def test_a_request_that_meets_an_engine_just_closed_is_told_so(model):
+    with LLM(model, device="cpu", dtype="float32", swap_space=0) as llm:
+        pass
+    with pytest.raises(QEngineError) as caught:
+        _ = llm.engine
+    error = as_api_error(caught.value)
+    assert (error.status, error.code) == (503, "engine_dead")
 
 
 def test_an_address_that_is_taken_is_refused_before_loading():
