@@ -9,8 +9,8 @@ from qengine.engine.device_inputs import DeviceInputs, InputShape
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 failed_captures = pytest.mark.xfail(
     torch.torch_version.TorchVersion(torch.__version__) < "2.12",
-    reason="torch before 2.12 cannot go on after a capture that failed (github.com/pytorch/pytorch/pull/180395)",
-    run=False,  # its allocator ends the process
+    reason="ends the process on torch 2.11; the cause may be github.com/pytorch/pytorch/pull/180395 (not proven)",
+    run=False,
 )
 SHAPES = [InputShape(8, 8, 0, 1), InputShape(64, 4, 4, 1), InputShape(16, 16, 0, 1)]
 
