@@ -3,9 +3,12 @@
 Run again with TRITON_OVERRIDE_ARCH=sm75 for the code that Turing gets.
 """
 
+import json
+
 import pytest
 import torch
 from device_run import DeviceRun
+from rope_variants import VARIANTS
 from tiny_models import FAMILIES, reference_logits, tiny
 
 from qengine.checkpoint import open_checkpoint
@@ -87,3 +90,43 @@ def test_gemma_in_float16_keeps_its_residual_in_float32():
     got = run.step({0: ids})[0]
     assert got.isfinite().all()
     _check(got, reference_logits(reference, ids), 2e-2, 2e-1)
+
+
+@pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling, rope_type", "rope_scaling, type"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rope_variants_under_every_name(name, style):
+    parameters = dict(VARIANTS[name])
+    rope = {"rope_theta": 300.0, **parameters}
+    reference, folder = tiny("llama1", max_position_embeddings=64, rope_parameters=rope, **SIZES, head_dim=64)
+    if style != "rope_parameters":  # what configs were like before transformers 5
+        kind = parameters.pop("rope_type")
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        del config["rope_parameters"]
+        key = style.partition(", ")[2]
+        path.write_text(json.dumps({**config, "rope_theta": 300.0, "rope_scaling": {key: kind, **parameters}}))
+    length = 60 if name == "dynamic" else 150  # past its context, dynamic depends on how the prompt is cut
+    ids = torch.randint(3, 96, (length,))
+    run = DeviceRun(_load(folder), [length])
+    cuts = [(0, 41), (41, 42), (42, length - 1), (length - 1, length)]
+    got = torch.cat([run.step({0: ids[a:b]}, {0: length})[0] for a, b in cuts])
+    _check(got, reference_logits(reference, ids))
+
+
+def test_partial_rotation_turns_the_first_dimensions_alone():
+    fields = {"partial_rotary_factor": 0.25}
+    reference, folder = tiny("stablelm", **SIZES, **fields)
+    ids = torch.randint(3, 96, (40,))
+    run = DeviceRun(_load(folder), [40])
+    got = torch.cat([run.step({0: ids[:30]})[0], run.step({0: ids[30:31]})[0], run.step({0: ids[31:]})[0]])
+    _check(got, reference_logits(reference, ids))
+    other, _ = tiny("stablelm", **SIZES, partial_rotary_factor=1.0)
+    assert (reference_logits(other, ids) - reference_logits(reference, ids)).abs().max() > LARGEST, "changes nothing"
+
+
+def test_qwen2_without_use_sliding_window_sees_everything():
+    reference, folder = tiny("qwen2", **SIZES, head_dim=64, use_sliding_window=False, sliding_window=4)
+    ids = torch.randint(3, 96, (33,))
+    run = DeviceRun(_load(folder), [33])
+    got = torch.cat([run.step({0: ids[:32]})[0], run.step({0: ids[32:]})[0]])
+    _check(got, reference_logits(reference, ids))
