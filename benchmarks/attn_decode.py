@@ -18,7 +18,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -183,8 +183,8 @@ def candidates(kind: Kind, sm: int) -> list[DecodeLaunch]:
     found.append(DecodeLaunch(1, most // 2, 3, 1, 2, None, True))
     if sm >= 80:
         found += [DecodeLaunch(1, tokens, 2, 1, 2, None, True, True) for tokens in (most, most // 2)]
-        found += [DecodeLaunch(1, most, 2, 1, 2, 208, True), DecodeLaunch(1, most // 2, 2, 1, 2, 128)]
-    return found
+        found += [DecodeLaunch(1, most // 2, 2, 1, 2, registers, True) for registers in (168, 184, 208)]
+    return [replace(launch, pdl=sm >= 90) for launch in found]
 
 
 SWEPT: list[tuple[str, Kind]] = [(model, kind) for kind in KINDS[:3] for model in MODELS]
@@ -209,7 +209,7 @@ def sweep(shapes: list[tuple[int, int]], bandwidth: float, top: int) -> None:
             step = make_step(kind, heads, kv_heads, [context] * batch)
             found = []
             for launch in candidates(kind, _device(0)[0]):
-                for warps in (4, 8, 12, 16, 32):
+                for warps in (4, 8, 11, 12, 16, 32):
                     chosen = DecodeLaunch(**{**asdict(launch), "per_sm": warps // launch.warps})
                     found.append((time_step(step, with_launch(step, chosen), 3), chosen))
             found.sort(key=lambda pair: pair[0])

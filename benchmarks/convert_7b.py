@@ -2,10 +2,11 @@
 
     python benchmarks/convert_7b.py                       # makes the model (13.5 GB), converts with awq and with gptq
     python benchmarks/convert_7b.py --layers 4 --json     # a first look
-    python benchmarks/convert_7b.py --shape qwen2.5-14b --device cpu
+    python benchmarks/convert_7b.py --layers 2 --phases   # where a layer's time and memory go
+    python benchmarks/convert_7b.py --shape qwen2.5-14b --layers 2
 
-Each conversion is a process of its own. Its peaks: VmHWM of the process, torch's allocated and reserved memory, and,
-where NVML answers, all of the card's memory less what was used before it started.
+Each conversion is a process of its own. Its peaks: VmHWM of the process, torch's allocated and reserved memory, and all
+of the card's memory, by NVML if it answers or else the driver, less what was used before it started.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +101,20 @@ class CardPeak:
     def __enter__(self) -> CardPeak:
         """Start to look, ten times a second."""
         self.mib: float | None = None
+        self.source: str | None = None
         self._stop = threading.Event()
-        try:
+        if not torch.cuda.is_available():
+            return self
+        self._nvml = None
+        with suppress(Exception):  # no library, no permission: each has a class of its own
             import pynvml
 
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+            # by its identity: NVML knows nothing of CUDA_VISIBLE_DEVICES
+            uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             self._nvml = pynvml
-        except Exception:  # no driver, no library, no permission: each has a class of its own
-            return self
+        self.source = "driver" if self._nvml is None else "nvml"
         base = self._used()
         self.mib = 0.0
         self._thread = threading.Thread(target=self._watch, args=(base,), daemon=True)
@@ -114,7 +122,10 @@ class CardPeak:
         return self
 
     def _used(self) -> float:
-        return self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 2**20
+        if self._nvml is None:
+            free, total = torch.cuda.mem_get_info()
+            return (total - free) / 2**20
+        return float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) / 2**20
 
     def _watch(self, base: float) -> None:
         while not self._stop.wait(0.1):
@@ -125,23 +136,45 @@ class CardPeak:
         self._stop.set()
 
 
-def child(method: str, source: str, out: str, device: str, samples: int) -> None:
+def child(method: str, source: str, out: str, device: str, samples: int, phases: bool) -> None:
     """Convert in this process and print what it took."""
+    from qengine.convert.phases import PhaseClock
     from qengine.convert.run import convert_checkpoint
 
+    clock, at = PhaseClock(), []
     started = time.monotonic()
-    report = convert_checkpoint(source, out, method=method, device=device, samples=samples, sym=method == "gptq")
+    with clock.recording() if phases else nullcontext():
+        report = convert_checkpoint(
+            source,
+            out,
+            method=method,
+            device=device,
+            samples=samples,
+            sym=method == "gptq",
+            progress=lambda done, total: at.append(round(time.monotonic() - started, 2)),
+        )
     seconds = time.monotonic() - started
+    costs = {
+        name: [round(cost.seconds, 3), cost.count, cost.allocated >> 20, cost.reserved >> 20]
+        for name, cost in clock.costs.items()
+    }
     status = Path("/proc/self/status").read_text()
     lines = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")}
     cuda = torch.cuda.is_available() and device != "cpu"
+
+    def peak(last: Callable[[], int], column: int) -> int:
+        """MiB; a clock that recorded has begun the allocator's own peaks anew at each phase."""
+        return int(max([last() >> 20, *(cost[column] for cost in costs.values())]))
+
     print(
         json.dumps(
             {
                 "seconds": round(seconds, 1),
                 "ram_mib": int(lines["VmHWM"]) // 1024,
-                "torch_allocated_mib": torch.cuda.max_memory_allocated() >> 20 if cuda else None,
-                "torch_reserved_mib": torch.cuda.max_memory_reserved() >> 20 if cuda else None,
+                "torch_allocated_mib": peak(torch.cuda.max_memory_allocated, 2) if cuda else None,
+                "torch_reserved_mib": peak(torch.cuda.max_memory_reserved, 3) if cuda else None,
+                "layers_done_at": at,
+                "phases": costs,
                 "errors": {k: v.get("error") for k, v in report.errors_by_kind().items()},
                 "rtn_errors": {k: v.get("rtn_error") for k, v in report.errors_by_kind().items()},
                 "warnings": report.warnings,
@@ -155,14 +188,14 @@ def measure(method: str, args: argparse.Namespace, source: Path) -> dict[str, An
     out = args.work / f"out-{method}"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, __file__, "--child", method, str(source), str(out)]
-    command += ["--device", args.device, "--samples", str(args.samples)]
+    command += ["--device", args.device, "--samples", str(args.samples), *(["--phases"] if args.phases else [])]
     with CardPeak() as card:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{method}: {done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     shutil.rmtree(out, ignore_errors=True)
-    return {"method": method, "card_mib": card.mib and round(card.mib), **result}
+    return {"method": method, "card_mib": card.mib and round(card.mib), "card_by": card.source, **result}
 
 
 def main() -> None:
@@ -175,17 +208,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--work", type=Path, default=Path("/tmp/convert-7b"))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--phases", action="store_true", help="seconds and peaks by phase; adds waits for the device")
     parser.add_argument("--child", nargs=3, metavar=("METHOD", "SOURCE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(*args.child, args.device, args.samples)
+        child(*args.child, args.device, args.samples, args.phases)
         return
     source = args.work / f"{args.shape}-{args.layers or 'all'}"
     if not (source / "config.json").is_file():
         started = time.monotonic()
         make_model(source, args.shape, args.layers, args.device)
         print(f"made {source} in {time.monotonic() - started:.0f} s", file=sys.stderr)
-    rows = [measure(method, args, source) for method in args.methods]
+    rows = []
+    for method in args.methods:
+        rows.append(measure(method, args, source))
+        print(json.dumps(rows[-1]), file=sys.stderr)  # so that a run cut short has said something
     name = torch.cuda.get_device_name() if args.device != "cpu" else "cpu"
     result = {"shape": args.shape, "layers": args.layers, "device": name, "samples": args.samples, "rows": rows}
     if args.json:
@@ -195,6 +232,8 @@ def main() -> None:
     for row in rows:
         vram = f"card {row['card_mib']} MiB, torch {row['torch_reserved_mib']} MiB reserved, "
         print(f"{row['method']}: {row['seconds']} s, {vram}RAM {row['ram_mib']} MiB")
+        for phase, (seconds, count, allocated, reserved) in row["phases"].items():
+            print(f"  {phase:30} {seconds:8.3f} s {count:6} times, {allocated:6} MiB allocated, {reserved:6} reserved")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from http_overhead_sides import DirectProcess, Http, Loads, run_round
+from http_overhead_sides import DirectProcess, Http, Loads, run_round, settled
 
 from qengine.bench.serve.client import Client
 from qengine.bench.serve.options import LoadOptions
@@ -69,6 +69,7 @@ async def http_rounds(base: str, loads: Loads, numbers: list[int], each: Any) ->
     async with Client(options) as client:
         client.options = replace(options, model=str((await client.models())[0]["id"]))
         await warm_up(client, loads.jobs("streams", -1))
+        print(f"the server rests after {await settled(Http(client)):.1f} s", file=sys.stderr, flush=True)
         await run_round(Http(client), loads, -2)
         for number in numbers:
             each(number, await run_round(Http(client), loads, number))

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 from qengine.bench.serve.client import Client, Outcome
 from qengine.bench.serve.prompts import Job
 
+LOOK_SECONDS, RESTS, MOST_SECONDS = 0.5, 3, 60.0
+"""Between two looks at a process's CPU time; how many in a row must find it at rest; how long that is waited for."""
+
 
 class Target(Protocol):
     """Something that streams."""
@@ -115,6 +118,18 @@ async def run_round(target: Target, loads: Loads, number: int) -> dict[str, Any]
     }
 
 
+async def settled(target: Target) -> float:
+    """Return once the process with the engine rests: it uses a pause to capture graphs. Gives the seconds it took."""
+    start = time.perf_counter()
+    used, rests = await target.cpu_seconds(), 0
+    while rests < RESTS and time.perf_counter() - start < MOST_SECONDS:
+        await asyncio.sleep(LOOK_SECONDS)
+        now = await target.cpu_seconds()
+        rests = rests + 1 if now - used < LOOK_SECONDS / 2 else 0
+        used = now
+    return time.perf_counter() - start
+
+
 async def _beside(target: Target, loads: Loads, number: int) -> list[float]:
     """Seconds to the first token of single requests while all streams but one run."""
     jobs = loads.jobs("streams", number + 1000)[1:]
@@ -159,6 +174,7 @@ def child(task: dict[str, Any]) -> None:
 
     async def serve() -> None:
         async with AsyncLLM.from_llm(llm) as served:
+            await settled(Direct(served))
             await run_round(Direct(served), loads, -2)
             print(json.dumps({"ready": True}), flush=True)
             while line := (await asyncio.to_thread(sys.stdin.readline)):

@@ -22,7 +22,7 @@ from qengine.kernels.code_facts import (
     write_facts,
 )
 from qengine.kernels.cost import CARDS, MODELS, kernel_time
-from qengine.kernels.launch import BUCKETS, SHARED, SM_COUNT, TABLES, Launch, forget_tables, pick
+from qengine.kernels.launch import BUCKETS, FINER, SHARED, SM_COUNT, TABLES, Launch, forget_tables, pick
 from qengine.kernels.w4a16.tuning import candidates, with_splits
 
 CARD_OF = {75: "T4", 80: "A100 40GB", 86: "RTX 3060", 89: "RTX 4060"}
@@ -38,7 +38,7 @@ def chosen_kinds(sms: Iterable[int] = tuple(SM_COUNT)) -> list[Kind]:
     """Every kernel that `pick` can give on these capabilities."""
     found: dict[str, Kind] = {}
     for sm, bits in itertools.product(sms, (4, 8)):
-        for group, m, (n, k) in itertools.product(GROUPS, BUCKETS, SHAPES):
+        for group, m, (n, k) in itertools.product(GROUPS, (*BUCKETS, *FINER), SHAPES):
             launch = pick(m, n, k, group, sm, SHARED[sm], bits)
             if launch.kernel != "dequantize":
                 kept, kind = normal(launch, bits, group)

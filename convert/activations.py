@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ class Activations:
         if place == "device":
             self._data = torch.empty(shape, dtype=torch.float32, device=device)
         elif place == "memory":
-            self._data = torch.empty(shape, dtype=torch.float32)
+            self._data = _host_tensor(shape, device)
         else:
             mapped = np.memmap(spill(), dtype=np.float32, mode="w+", shape=shape)
             self._data = torch.from_numpy(mapped)
@@ -60,11 +61,15 @@ class Activations:
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Windows start..end of those that are left, on the device; a copy unless they lie there in a row."""
-        return self._data[self._rows(start, end)].to(self.device)
+        return self._data[self._rows(start, end)].to(self.device, non_blocking=self._data.is_pinned())
 
     def write(self, start: int, windows: torch.Tensor) -> None:
         """Replace windows from `start` on."""
-        self._data[self._rows(start, start + windows.shape[0])] = windows.to(self._data.device)
+        rows = self._rows(start, start + windows.shape[0])
+        if isinstance(rows, slice):
+            self._data[rows].copy_(windows)
+        else:
+            self._data[rows] = windows.to(self._data.device)
 
     def _rows(self, start: int, end: int) -> slice | list[int]:
         rows = self.alive[start:end]
@@ -77,9 +82,11 @@ class Activations:
         self.alive = [row for place, row in enumerate(self.alive) if place not in gone]
 
     def save(self, path: Path) -> int:
-        """Write all of it to `path`; returns the sum that `load` checks."""
+        """Write all of it to `path`; returns the sum that `load` checks. May run in a thread beside `read`: on a GPU in
+        a stream of its own, so what was written last must be there (see torch.cuda.synchronize)."""
         total = 0
-        with open(path, "wb") as file:
+        beside = torch.cuda.stream(torch.cuda.Stream(self._data.device)) if self._data.is_cuda else nullcontext()
+        with open(path, "wb") as file, beside:
             for part in self._chunks():
                 words = part.cpu().contiguous()
                 total = (total + _sum(words)) % (1 << 62)
@@ -104,6 +111,14 @@ class Activations:
     def _chunks(self) -> tuple[torch.Tensor, ...]:
         window = 4 * self._data.shape[1] * self._data.shape[2]
         return self._data.split(max(1, CHUNK_BYTES // window))
+
+
+def _host_tensor(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """float32, empty; where a GPU reads it, in pages that it can copy from at full speed, if there are such."""
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # the system may allow a process few of them
+            return torch.empty(shape, dtype=torch.float32, pin_memory=True)
+    return torch.empty(shape, dtype=torch.float32)
 
 
 def _sum(words: torch.Tensor) -> int:

@@ -13,14 +13,18 @@ import torch
 from qengine import __version__
 from qengine.checkpoint import Checkpoint
 from qengine.convert.activations import Activations, fitting
+from qengine.convert.behind import Behind
 from qengine.convert.emit import Emitter
 from qengine.convert.formats import Plan, quantization_config
 from qengine.convert.head import head_stats, quantize_head
 from qengine.convert.layer_methods import LayerMethods
 from qengine.convert.layer_result import LayerResult
+from qengine.convert.phases import phase
+from qengine.convert.precision import full_precision
 from qengine.convert.quantize_layer import LayerInput, quantize_nearest
+from qengine.convert.readahead import read_ahead
 from qengine.convert.report import ConvertReport, report_files
-from qengine.convert.runner import CalibrationRunner
+from qengine.convert.runner import CalibrationRunner, twin
 from qengine.convert.scheme import Scheme
 from qengine.convert.settings import ConvertSettings
 from qengine.errors import CheckpointError
@@ -63,25 +67,34 @@ class Converter:
         self.device = torch.device(job.settings.device)
         self.methods = LayerMethods(job.settings, job.spec)
         self.runner: CalibrationRunner | None = None
+        self.behind = Behind("writing")
 
     @torch.no_grad()
     def run(self, progress: Callable[[int, int], None]) -> None:
-        """Every tensor outside the layers, then layer after layer."""
+        """Every tensor outside the layers, then layer after layer; each goes to the disk beside the next one's work."""
+        with self.behind:
+            self._parts(progress)
+            self.behind.wait()
+
+    def _parts(self, progress: Callable[[int, int], None]) -> None:
         total = self.job.spec.num_layers
         if self.writer.finished:
             self.report.restore(self.writer.saved["report"])
-        if self.windows is not None and self.writer.finished <= total:
-            self._start_calibration(self.windows)
-        progress(max(self.writer.finished - 1, 0), total)
+        head = self.job.plan.head()
+        if self.windows is not None and self.writer.finished <= total + (head is not None):
+            with phase("embedding"):
+                self._start_calibration(self.windows)
+        first = max(self.writer.finished - 1, 0)
+        progress(first, total)
         if not self.writer.finished:
-            self.emitter.outside_layers([layer_prefix(self.job.spec, i) for i in range(total)])
+            with phase("packing"):
+                self.emitter.outside_layers([layer_prefix(self.job.spec, i) for i in range(total)])
             self._finish_part()
-        for index in range(self.writer.finished - 1, total):
+        for index in range(first, total):
             self._layer(index)
             self._finish_part()
             progress(index + 1, total)
-        head = self.job.plan.head()
-        if head is not None and self.writer.finished == total + 1:
+        if head is not None and first <= total:
             self._head(head)
             self._finish_part()
 
@@ -106,13 +119,22 @@ class Converter:
         widest = max(max(shape) for shape in spec.linear_shapes().values())
         hold_out = HOLD_OUT if self.job.settings.method == "best" else 0.0
         self.runner = CalibrationRunner(both[0], both[1], widest, hold_out)
+        self.runner.before_writing = self.behind.wait  # which may be reading the states
 
     def _spill(self, number: int) -> Path:
         return self.writer.folder / f"activations-{number}.bin"
 
     def _finish_part(self) -> None:
-        """Save the states beside those that the last finished part goes by, then make this part count."""
+        """Start to save the states beside those that the last finished part goes by, and to make this part count."""
+        self.behind.wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         saved: dict[str, Any] = {"report": self.report.snapshot()}
+        self.behind.start(partial(self._save_part, saved, self.writer.take_queued()))
+
+    def _save_part(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        # part i + 1 is layer i, and while it is written layer i + 1 is worked on
+        read_ahead(self.job.checkpoint, layer_prefix(self.job.spec, self.writer.finished + 1))
         if self.runner is not None and self.writer.finished > 0:
             files = [f"{kind}-{self.writer.finished % 2}.bin" for kind in ("states", "reference")]
             both = (self.runner.states, self.runner.reference)
@@ -121,7 +143,7 @@ class Converter:
             except OSError as error:
                 raise self.writer.translate(error) from error
             saved["states"] = {"files": files, "sums": sums, "alive": self.runner.states.alive}
-        self.writer.finish_part(saved)
+        self.writer.finish_part(saved, tensors)
 
     def _layer(self, index: int) -> None:
         job, prefix = self.job, layer_prefix(self.job.spec, index)
@@ -130,15 +152,15 @@ class Converter:
             layer_input = self._read_layer(prefix, {})
             quantize_nearest(layer_input, tuple(layer_input.schemes), result)
         else:
-            source, layer = (
-                load_layer(job.source, job.spec, index, dtype=torch.float32, device=self.device, fuse=False)
-                for _ in range(2)
-            )
-            layer_input = self._read_layer(prefix, source.linears())
+            with phase("reading"):
+                source = load_layer(job.source, job.spec, index, dtype=torch.float32, device=self.device)
+                layer = twin(source)
+                layer_input = self._read_layer(prefix, source.linears())
             dropped, error = self.methods.quantize(layer, source, layer_input, result, self.runner)
             self._note_dropped(dropped, layer_input.name, result)
             self.report.layer_errors.append(error)
-        self.emitter.layer(prefix, result, layer_input.weights)
+        with phase("packing"):
+            self.emitter.layer(prefix, result, layer_input.weights)
         self.report.layers += result.records
         self.report.warnings += result.warnings
         job.checkpoint.tensors.close()  # mapped pages that were read count as memory until they are unmapped
@@ -174,7 +196,9 @@ class Converter:
         own = job.source.has(f"{name}.weight")
         weight = job.source.tensor(f"{name}.weight" if own else f"{job.spec.prefix}embed_tokens.weight")
         settings = job.settings
-        result = quantize_head(name, weight, self._scheme(name), stats, settings.method, self.methods.gptq, self.device)
+        scheme, gptq = self._scheme(name), self.methods.gptq
+        with full_precision(self.device):
+            result = quantize_head(name, weight, scheme, stats, settings.method, gptq, self.device)
         self.emitter.head(name, result)
         self.report.layers += result.records
         self.report.warnings += result.warnings
@@ -193,7 +217,8 @@ class Converter:
         job = self.job
         quantization = quantization_config(job.settings, job.plan, __version__, self.methods.facts())
         self.emitter.side_files(job.checkpoint, quantization)
-        self.report.out_bytes = self.writer.join()
+        with phase("shards"):
+            self.report.out_bytes = self.writer.join()
         for name, text in report_files(self.report).items():
             self.writer.add_bytes(name, text.encode("utf-8"))
         for file in self.writer.folder.glob("*.bin"):

@@ -8,12 +8,14 @@ columns and in one matrix product for what lies behind it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from qengine.convert.grid import minmax_grid, search_grid, to_codes
+from qengine.convert.grid import minmax_grid, search_grid, split_groups, to_codes
+from qengine.convert.phases import phase
 from qengine.convert.rtn import assemble
 from qengine.convert.scheme import Scheme
 from qengine.errors import QEngineError
@@ -22,6 +24,8 @@ from qengine.quant.weights import QuantizedWeight
 Order = Literal["plain", "grouped", "static", "act"]
 BLOCK = 128
 MAX_DAMP = 1.0
+SEARCHED = 1 << 24
+"""Weights whose grids are searched at once on a GPU: 64 MiB in float32, of which a step holds a few copies."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,17 @@ class FactorizationError(QEngineError):
     """H cannot be factored even with heavy damping; the caller rounds to nearest instead and reports it."""
 
 
-def inverse_factor(hessian: torch.Tensor, damp: float) -> tuple[torch.Tensor, float]:
-    """(U, damp used): U upper triangular with U^T U = (H + damp * mean(diag H) * I)^-1. hessian [K, K], symmetric."""
-    mean = hessian.diagonal().mean()
+def inverse_factor(hessian: Callable[[], torch.Tensor], damp: float) -> tuple[torch.Tensor, float]:
+    """(U, damp used): U upper triangular with U^T U = (H + damp * mean(diag H) * I)^-1.
+
+    hessian: makes H [K, K], symmetric, for each try; it is changed. Of a wide layer every such matrix is half a
+    gigabyte, so none is kept for a try that is hardly ever made.
+    """
     while damp <= MAX_DAMP:
-        damped = hessian.clone()
-        damped.diagonal().add_(damp * mean)
+        damped = hessian()
+        damped.diagonal().add_(damp * damped.diagonal().mean())
         lower, info = torch.linalg.cholesky_ex(damped)
-        del damped  # of a wide layer half a gigabyte, like the next two
+        del damped
         if int(info) == 0:
             inverse = torch.cholesky_inverse(lower)
             del lower
@@ -89,18 +96,21 @@ def quantize_gptq(
     """
     width = weight.shape[1]
     group = scheme.group(width)
-    hessian = second_moment.to(weight.dtype, copy=True)
     weight = weight.clone()
-    dead = hessian.diagonal() <= 0
-    hessian.diagonal()[dead] = 1.0
+    importance = second_moment.diagonal().to(weight.dtype, copy=True)
+    dead = importance <= 0
+    importance[dead] = 1.0
     weight[:, dead] = 0.0  # never excited by the data: zero costs nothing and keeps its group's range small
-    importance = hessian.diagonal().clone()
-    hessian.diagonal().mul_(1 + settings.distrust)
     perm = column_order(importance, group, settings.order)
-    hessian = hessian[perm]
-    hessian = hessian[:, perm]
-    upper, _ = inverse_factor(hessian, settings.damp)
-    del hessian
+
+    def hessian() -> torch.Tensor:
+        ordered = second_moment[perm]
+        ordered = ordered[:, perm].to(importance.dtype)
+        ordered.diagonal().copy_(importance[perm] * (1 + settings.distrust))
+        return ordered
+
+    with phase("gptq: factor"):
+        upper, _ = inverse_factor(hessian, settings.damp)
 
     positions = torch.arange(width, device=weight.device)
     group_of = positions // group if settings.order == "act" else perm // group
@@ -108,12 +118,12 @@ def quantize_gptq(
     scales = weight.new_empty(width // group, weight.shape[0])
     zeros = torch.empty_like(scales)
     if settings.order == "static":
-        for g in range(width // group):
-            part = slice(g * group, (g + 1) * group)
-            scales[g], zeros[g] = _grid(weight[:, part], scheme, importance[part], settings)
+        with phase("gptq: grids"):
+            _static_grids(weight, scheme, importance, settings, scales, zeros)
     del weight
     solve = _solve_on_gpu if columns.weight.is_cuda and columns.weight.dtype == torch.float32 else _solve
-    codes = solve(columns, scales, zeros, scheme, settings, group)
+    with phase("gptq: columns"):
+        codes = solve(columns, scales, zeros, scheme, settings, group)
 
     inverse = torch.argsort(perm)
     shuffled = settings.order == "act" and group < width
@@ -134,9 +144,29 @@ class _Columns:
 def _grid(
     members: torch.Tensor, scheme: Scheme, importance: torch.Tensor, settings: GPTQSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales, zeros) [N] of one group [N, g]."""
+    """(scales, zeros) [N] of one group [N, g], or [N, G] of several [N, G, g]; importance [g] or [G, g]."""
     scales, zeros = search_grid(members, scheme, importance) if settings.search else minmax_grid(members, scheme)
     return scales.squeeze(-1), zeros.squeeze(-1)
+
+
+def _static_grids(
+    weight: torch.Tensor,
+    scheme: Scheme,
+    importance: torch.Tensor,
+    settings: GPTQSettings,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+) -> None:
+    """Fill scales and zeros [G, N] from weight [N, K], columns in the file's order: several groups at a time on a GPU,
+    where each step of the search is a launch, and one on a CPU, whose cache holds no more."""
+    groups = split_groups(weight, scheme)
+    rows, count, size = groups.shape
+    at_once = max(1, SEARCHED // (rows * size)) if weight.is_cuda else 1
+    by_group = importance.reshape(count, size)
+    for start in range(0, count, at_once):
+        part = slice(start, start + at_once)
+        found = _grid(groups[:, part], scheme, by_group[part], settings)
+        scales[part], zeros[part] = (values.T for values in found)
 
 
 def _block_size(group: int) -> int:

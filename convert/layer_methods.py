@@ -9,6 +9,8 @@ import torch
 from qengine.convert.folding import find_folds, stages
 from qengine.convert.gptq import GPTQSettings
 from qengine.convert.layer_result import LayerResult
+from qengine.convert.phases import phase
+from qengine.convert.precision import full_precision
 from qengine.convert.quantize_layer import LayerInput, apply_folds, quantize_nearest, quantize_stage
 from qengine.convert.runner import CalibrationRunner, Hook
 from qengine.convert.settings import ConvertSettings
@@ -95,7 +97,8 @@ class LayerMethods:
         result: LayerResult,
     ) -> None:
         stats = {name: seen[stage[0]] for stage in ordered for name in stage}
-        apply_folds(layer_input, find_folds(self.spec), stats, result)
+        with phase("scale search"), full_precision(layer_input.device):
+            apply_folds(layer_input, find_folds(self.spec), stats, result)
 
     def _stage(
         self,
@@ -108,11 +111,10 @@ class LayerMethods:
         names = tuple(name for name in stage if name in layer_input.schemes)
         if not names:
             return
-        on_gpu = layer_input.weights[names[0]].is_cuda
-        if on_gpu:
-            torch.cuda.empty_cache()  # the pieces wanted now have other sizes than those that are free
+        free_pieces(layer_input.device)
         if stats.usable:
-            quantize_stage(layer_input, names, stats, self.settings.method, self.gptq, result)
+            with full_precision(layer_input.device):
+                quantize_stage(layer_input, names, stats, self.settings.method, self.gptq, result)
         else:
             seen = stats.fit.rows or stats.fit.bad_rows
             why = "hold inf or NaN" if seen else "are missing, every sample before was dropped"
@@ -122,5 +124,11 @@ class LayerMethods:
         linears = layer.linears()
         for name in names:
             linears[name].set_weight(result.effective(name))
-        if on_gpu:
+        free_pieces(layer_input.device)
+
+
+def free_pieces(device: torch.device) -> None:
+    """Give back memory that is free: what is wanted next has other sizes, and would be taken beside it."""
+    if device.type == "cuda":
+        with phase("free memory"):
             torch.cuda.empty_cache()

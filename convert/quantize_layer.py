@@ -13,6 +13,7 @@ from qengine.convert.correction import corrected
 from qengine.convert.folding import Fold, fold_norm, producer_scales
 from qengine.convert.gptq import FactorizationError, GPTQSettings, quantize_gptq
 from qengine.convert.layer_result import LayerResult, LinearRecord
+from qengine.convert.phases import phase
 from qengine.convert.rtn import quantize_rtn, round_trip
 from qengine.convert.scheme import Scheme
 from qengine.convert.stats import InputStats, SplitStats, model_error, output_error
@@ -30,6 +31,11 @@ class LayerInput:
     schemes: dict[str, Scheme]
     norm_tensor: Callable[[str], torch.Tensor | None]
     norm_offset: float = 0.0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.weights.values())).device
 
 
 def apply_folds(layer: LayerInput, folds: list[Fold], stats: dict[str, InputStats], result: LayerResult) -> None:
@@ -80,16 +86,21 @@ def quantize_stage(
     ways: dict[str, Rounding] = {"awq": round_clipped, "gptq": partial(round_gptq, settings=settings)}
     chosen = dict.fromkeys(names, method)
     if method == "best":
-        chosen = _choose(layer, names, stats, ways, result)
+        with phase("choice"):
+            chosen = _choose(layer, names, stats, ways, result)
     every = stats.all_rows()
-    targets = dict(zip(names, corrected([layer.weights[name] for name in names], every), strict=True))
+    with phase("target"):
+        targets = dict(zip(names, corrected([layer.weights[name] for name in names], every), strict=True))
     moment = every.second_moment()
     stats.release()
     del every
     for way, rounding in ways.items():
         part = tuple(name for name in names if chosen[name] == way)
-        for name, quantized in rounding(layer, part, targets, moment, result).items() if part else ():
-            store(layer, name, way, quantized, result, moment, targets[name])
+        with phase("rounding"):
+            made = rounding(layer, part, targets, moment, result) if part else {}
+        with phase("errors"):
+            for name, quantized in made.items():
+                store(layer, name, way, quantized, result, moment, targets[name])
 
 
 def _choose(

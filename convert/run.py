@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qengine.allocator import growing_segments
 from qengine.checkpoint import open_checkpoint
 from qengine.checkpoint.writer import SHARD_BYTES, refuse_source_as_target
 from qengine.convert.calibration import load_tokenizer, read_documents, sample_windows, start_tokens, tokenize
@@ -17,6 +18,7 @@ from qengine.convert.converter import Converter, Job, layer_prefix
 from qengine.convert.emit import Emitter, estimate_bytes
 from qengine.convert.evaluate import evaluate_conversion
 from qengine.convert.fingerprint import fingerprint
+from qengine.convert.phases import phase
 from qengine.convert.plan import make_plan
 from qengine.convert.repack import repack_checkpoint
 from qengine.convert.report import ConvertReport, report_files
@@ -87,12 +89,15 @@ def _convert_plain(
 ) -> ConvertReport:
     """Quantize what is not quantized yet; folder: options of FolderWriter."""
     started = time.monotonic()
+    if settings.device.startswith("cuda"):
+        growing_segments()  # every phase of a layer wants pieces of other sizes
     checkpoint = source.checkpoint
     spec = model_spec(checkpoint)
     check_weights(source, spec)
     plan, notes = make_plan(linear_shapes(source, spec, settings), settings)
     job = Job(checkpoint, source, spec, plan, settings)
-    windows = None if settings.method == "rtn" else calibration_windows(job, calibration)
+    with phase("calibration text"):
+        windows = None if settings.method == "rtn" else calibration_windows(job, calibration)
     report = ConvertReport(str(model), Path(out), settings, plan.group_size, checkpoint.disk_bytes(), warnings=notes)
     same = fingerprint(checkpoint, str(model), settings, windows)
     writer = FolderWriter(Path(out), fingerprint=same, **folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 
 from qengine.convert.activations import Activations
+from qengine.convert.phases import phase
+from qengine.convert.precision import tensor_cores
 from qengine.convert.stats import InputStats, SplitStats
 from qengine.layers.attention import DenseContext
 from qengine.models import DecoderLayer
@@ -27,7 +30,8 @@ class CalibrationRunner:
 
     `observe` runs layers without keeping their outputs, `advance` replaces the states by them. widest: the most
     columns that an activation inside a layer has; it decides how many windows a batch holds. hold_out: share of the
-    windows, the last ones, whose rows are kept apart in the statistics.
+    windows, the last ones, whose rows are kept apart in the statistics. before_writing: called by `advance` before it
+    changes any states.
     """
 
     def __init__(self, states: Activations, reference: Activations, widest: int, hold_out: float = 0.0) -> None:
@@ -35,6 +39,7 @@ class CalibrationRunner:
         self.hold_out = hold_out
         self.reference = reference
         self.device = states.device
+        self.before_writing: Callable[[], None] = lambda: None
         row_bytes = 4 * widest * states.shape[1]
         self._batch = max(1, BATCH_BYTES.get(self.device.type, BATCH_BYTES["cpu"]) // row_bytes)
 
@@ -66,7 +71,7 @@ class CalibrationRunner:
         hooks: dict[str, Hook] = dict.fromkeys(names, keep)
         hooks[names[-1]] = stop
         with _hooked(layer, hooks), suppress(_Enough):
-            self._run(layer, states.read(start, start + self._batch))
+            self._run(layer, states, start)
         return seen
 
     @torch.no_grad()
@@ -116,24 +121,36 @@ class CalibrationRunner:
         distance, size = 0.0, 0.0
         for start in self._starts():
             with _hooked(source, source_hooks or {}):
-                expected = self._run(source, self.reference.read(start, start + self._batch))
+                expected = self._run(source, self.reference, start)
             with _hooked(layer, hooks or {}):
-                outputs = self._run(layer, self.states.read(start, start + self._batch))
+                outputs = self._run(layer, self.states, start)
             finite = torch.isfinite(outputs).flatten(1).all(dim=1) & torch.isfinite(expected).flatten(1).all(dim=1)
             bad += [start + place for place, good in enumerate(finite.tolist()) if not good]
             distance += float((outputs[finite] - expected[finite]).square().sum(dtype=torch.float64))
             size += float(expected[finite].square().sum(dtype=torch.float64))
-            self.states.write(start, outputs)
-            self.reference.write(start, expected)
+            if start == 0:
+                self.before_writing()
+            with phase("states"):
+                self.states.write(start, outputs)
+                self.reference.write(start, expected)
         self.states.drop(bad)
         self.reference.drop(bad)
         return len(bad), distance / size if size > 0 else None
 
-    def _run(self, layer: DecoderLayer, windows: torch.Tensor) -> torch.Tensor:
+    def _run(self, layer: DecoderLayer, states: Activations, start: int) -> torch.Tensor:
+        with phase("states"):
+            windows = states.read(start, start + self._batch)
         batch, length, width = windows.shape
         positions = torch.arange(length, device=self.device).repeat(batch)
         rows = windows.reshape(batch * length, width)
-        return layer(rows, positions, DenseContext(batch, length)).reshape(batch, length, width)
+        with phase("forward"), tensor_cores(self.device):
+            return layer(rows, positions, DenseContext(batch, length)).reshape(batch, length, width)
+
+
+def twin(layer: DecoderLayer) -> DecoderLayer:
+    """A second layer. Its linears have the same weights in the same memory, until `set_weight` gives them others."""
+    weights = [linear.dense_weight() for linear in layer.linears().values()]
+    return copy.deepcopy(layer, {id(weight): weight for weight in weights if weight is not None})
 
 
 @contextmanager

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from qengine.convert.phases import phase
+from qengine.convert.precision import tensor_cores
+
 
 class InputStats:
     """Moments of the rows a linear layer sees; call it with x [T, K], any number of times.
@@ -21,6 +24,10 @@ class InputStats:
 
     def __call__(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
         """Add the rows of x [T, K], reference [T, K]."""
+        with phase("moments"), tensor_cores(x.device):
+            self._add(x, reference)
+
+    def _add(self, x: torch.Tensor, reference: torch.Tensor | None) -> None:
         x = x.detach().reshape(-1, x.shape[-1]).float()
         shift = None if reference is None else reference.detach().reshape(x.shape).float() - x
         if not bool(torch.isfinite(x.sum() if shift is None else x.sum() + shift.sum())):

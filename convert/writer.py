@@ -121,11 +121,16 @@ class FolderWriter:
         """Queue one tensor for the current part."""
         self._pending[name] = tensor.detach().cpu().contiguous()
 
-    def finish_part(self, saved: dict[str, Any]) -> None:
-        """Put the queued tensors on the disk as the next part, and `saved` beside them; then both count."""
-        entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._pending.items()]
-        self._write_tensors(self._part(self.finished), entries, self._pending)
-        self._pending = {}
+    def take_queued(self) -> dict[str, torch.Tensor]:
+        """The tensors that are queued, which are no longer; for `finish_part` in another thread."""
+        taken, self._pending = self._pending, {}
+        return taken
+
+    def finish_part(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
+        """Put `tensors`, or those queued, on the disk as the next part, and `saved` beside them; then both count."""
+        tensors = self.take_queued() if tensors is None else tensors
+        entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        self._write_tensors(self._part(self.finished), entries, tensors)
         self.finished += 1
         self.saved = saved
         self._write_state()

@@ -19,6 +19,9 @@ TABLES = Path(__file__).parent / "launch_tables"
 SM_COUNT = {75: 40, 80: 108, 86: 84, 89: 128, 90: 132}
 SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448}
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Rows of x that every table has launches for."""
+FINER = (48, 96, 160, 384, 640, 768)
+"""Rows between these that a table may have launches for: tiles that fill the card at 1024 rows may leave it at 768."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Launch:
 
 
 def bucket(m: int) -> int:
-    """The smallest of BUCKETS that holds m rows, or the last."""
-    return next((b for b in BUCKETS if m <= b), BUCKETS[-1])
+    """The smallest of BUCKETS and FINER that holds m rows, or the last."""
+    return min((b for b in (*BUCKETS, *FINER) if m <= b), default=BUCKETS[-1])
 
 
 def pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int = 4, sm_count: int | None = None) -> Launch:
@@ -63,7 +66,7 @@ def pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int = 4, 
 
 @functools.lru_cache(16384)
 def _pick(m: int, n: int, k: int, group: int, sm: int, smem: int, bits: int, count: int) -> Launch:
-    row = _from_table(bucket(m), n, k, group, sm, bits, count)
+    row = _from_table(min(m, BUCKETS[-1]), n, k, group, sm, bits, count)
     launch = Launch(**row["launch"]) if row else _rule(m, sm)
     if launch.kernel == "gemm":
         # a split fills one card's multiprocessors with one shape's tiles: for others it is computed anew
@@ -153,15 +156,16 @@ def user_table(sm: int, count: int) -> Path:
 
 @functools.lru_cache
 def load_table(sm: int, count: int) -> tuple[dict[str, Any], ...]:
-    """Rows for a card, the user's own before the shipped: {m, n, k, bits, group, count, launch: {...}}.
+    """Rows for a card, the user's own and the shipped: {m, n, k, bits, group, count, shipped, launch: {...}}.
 
-    count: multiprocessors of the card that the row is for.
+    count: multiprocessors of the card that the row is for. shipped: whether the row is not the user's.
     """
     rows: list[dict[str, Any]] = []
-    for path in (user_table(sm, count), TABLES / f"sm{sm}.json"):
+    for shipped, path in enumerate((user_table(sm, count), TABLES / f"sm{sm}.json")):
         if path.is_file():
             table = json.loads(path.read_text())
-            rows += [{**row, "count": table.get("count", SM_COUNT.get(sm))} for row in table["rows"]]
+            more = {"count": table.get("count", SM_COUNT.get(sm)), "shipped": bool(shipped)}
+            rows += [{**row, **more} for row in table["rows"]]
     return tuple(rows)
 
 
@@ -175,13 +179,15 @@ def _from_table(m: int, n: int, k: int, group: int, sm: int, bits: int, count: i
     # groups of a block and more run the same loop; smaller ones have rows of their own
     block = 512 // bits
     fine = group if 0 < group < block else 0
+    most = next(b for b in BUCKETS if m <= b)
     best: dict[str, Any] | None = None
-    best_distance = 0.5
+    best_key: tuple[float, bool, int] = (0.5, False, 0)
     for row in load_table(sm, count):
         row_fine = row["group"] if 0 < row["group"] < block else 0
-        if (row["m"], row["bits"], row_fine) != (m, bits, fine):
+        if not m <= row["m"] <= most or (row["bits"], row_fine) != (bits, fine):
             continue
-        distance = abs(math.log(row["n"] / n)) + abs(math.log(row["k"] / k))
-        if distance < best_distance:
-            best, best_distance = row, distance
+        # the nearest shape; of its rows the user's own, and of these the one for the fewest rows that are enough
+        key = (abs(math.log(row["n"] / n)) + abs(math.log(row["k"] / k)), row["shipped"], row["m"])
+        if key < best_key:
+            best, best_key = row, key
     return best

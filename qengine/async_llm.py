@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from qengine.engine.async_commands import EngineDeadError
 from qengine.engine.async_slots import QueueFullError, WaitingSlots
-from qengine.engine.async_stream import RequestOutputKind, RequestStream
+from qengine.engine.async_stream import RequestOutputKind, RequestStream, Tap
 from qengine.engine.async_worker import EngineWorker
 from qengine.engine.engine import Engine
 from qengine.engine.prompts import Prompt, encode, read_prompt, render_chat, split_conversations, split_prompts
@@ -165,13 +165,15 @@ class AsyncLLM:
         *,
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
+        tap: Tap | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields a RequestOutput whenever there is news, the last one with `finished` set.
 
         prompt: as for `LLM.generate`, or a `Prompt` whose token ids are known. sampling_params: None for the model's
         defaults. request_id: a label for `abort`; two requests may share one. priority: lower is served first.
         output_kind: all so far (the default), what is new since the last output, or the result alone. A slow consumer
-        gets several steps in one output.
+        gets several steps in one output. tap: gets outputs in place of the generator, with less work for each; see
+        `Tap`.
 
         Closing the generator, or cancelling the task that iterates it, ends the request: its blocks are free before
         the next step. Raises RequestError (this request only), QueueFullError, EngineDeadError.
@@ -185,7 +187,7 @@ class AsyncLLM:
                 raise RequestError(f"generate takes one prompt, got {len(items)}; call it once for each, concurrently")
             return await self._read(items[0])
 
-        return self._run(read, sampling_params, request_id, priority, output_kind)
+        return self._run(read, sampling_params, request_id, priority, output_kind, tap)
 
     def chat(
         self,
@@ -277,6 +279,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         kind: RequestOutputKind | None,
+        tap: Tap | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.start()
         prompt = await read()
@@ -288,7 +291,7 @@ class AsyncLLM:
         name = f"async-{next(self._ids)}" if request_id is None else request_id
         kind = kind or RequestOutputKind.CUMULATIVE
         await self._slots.take()
-        stream = RequestStream(name, prompt.text, params.n, kind, self._slots.give)
+        stream = RequestStream(name, prompt.text, params.n, kind, self._slots.give, tap)
         self._streams.setdefault(name, set()).add(stream)
         try:
             self._worker.submit(stream, prompt, params, priority)

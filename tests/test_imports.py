@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "qengine"
 # Each part may import the parts named here, and itself.
 BELOW = {
     "errors": set(),
+    "allocator": set(),
     "config": {"errors"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "config", "structured_outputs"},
@@ -28,8 +29,8 @@ BELOW = {
     "random_model": {"errors", "checkpoint"},
     "plan": {"errors", "config", "checkpoint", "kernels", "layers", "models", "quant", "random_model"},
 }
-BELOW["engine"] |= {"random_model", "structured", "structured_outputs"}
-BELOW["convert"] = {"errors", "version", "models", "layers", "quant", "checkpoint", "kernels"}
+BELOW["engine"] |= {"allocator", "random_model", "structured", "structured_outputs"}
+BELOW["convert"] = {"allocator", "errors", "version", "models", "layers", "quant", "checkpoint", "kernels"}
 BELOW["llm"] = BELOW["engine"] | {"engine", "perplexity"}
 BELOW["async_llm"] = BELOW["llm"] | {"llm"}
 BELOW["bench"] = BELOW["async_llm"] | {"async_llm", "plan"}

@@ -13,7 +13,7 @@ from qengine.kernels import sass, turing
 from .decode_kernel import paged_decode_kernel
 from .decode_launch import DecodeLaunch, DecodeShape
 
-_INTEGERS = ("rows", "window", "sq16", "so", "st", "stride16", "min_tiles", "shares")
+_INTEGERS = ("rows", "window", "sq16", "so", "st", "stride16", "min_tiles")
 _TYPES = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "table_ptr", "len_ptr", "lock_ptr"), "*i32"),
     **dict.fromkeys(("ks_ptr", "vs_ptr"), "*fp16"),

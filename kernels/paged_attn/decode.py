@@ -14,6 +14,7 @@ import torch
 import triton
 
 from qengine.kernels import turing
+from qengine.kernels.fused.card import launch_options
 from qengine.kernels.operator import operator
 from qengine.kernels.w4a16.ops import workspace
 
@@ -83,18 +84,15 @@ def run(
     """`paged_decode` with the given launch, on the current stream; all tensors on one GPU."""
     shape = shape_of(q, cache)
     space, locks = workspace(q.device)
-    # a program needs room for a part and a lock; rows that are too many for the workspace go in equal launches
-    room = min(space.numel() // 4 // part_floats(shape), locks.numel())
-    launches = math.ceil(q.shape[0] / max(1, min(MAX_ROWS, room // (cache.kv_heads * shape.passes))))
-    chunk = math.ceil(q.shape[0] / launches)
-    for start in range(0, q.shape[0], chunk):
-        rows = slice(start, min(start + chunk, q.shape[0]))
-        count, shares = programs(
+    room = min(space.numel() // 4 // part_floats(shape), locks.numel() // 2)
+    for start in range(0, q.shape[0], MAX_ROWS):
+        rows = slice(start, min(start + MAX_ROWS, q.shape[0]))
+        count = programs(
             launch, shape, cache.kv_heads, rows.stop - start, max_seq_len, _device(q.device.index or 0)[1], room,
             num_splits,
         )  # fmt: skip
-        _launch(q[rows], cache, block_tables[rows], seq_lens[rows], out[rows], launch, shape, count, shares, space,
-                locks, scale, softcap, sliding_window)  # fmt: skip
+        _launch(q[rows], cache, block_tables[rows], seq_lens[rows], out[rows], launch, shape, count, space, locks,
+                scale, softcap, sliding_window)  # fmt: skip
 
 
 def _launch(
@@ -106,7 +104,6 @@ def _launch(
     launch: DecodeLaunch,
     shape: DecodeShape,
     count: int,
-    shares: int,
     space: torch.Tensor,
     locks: torch.Tensor,
     scale: float,
@@ -115,9 +112,11 @@ def _launch(
 ) -> None:
     to_score, cap = score_factors(scale, softcap, cache.kind)
     parts = space.view(torch.float32)
-    stats = parts[count * shape.rows * shape.padded :]
+    stats = parts[2 * count * shape.live * shape.padded :]
     rows = q.shape[0]
-    options = {} if launch.registers is None else {"maxnreg": launch.registers}
+    options = launch_options(launch.pdl)
+    if launch.registers is not None:
+        options["maxnreg"] = launch.registers
     paged_decode_kernel[(count,)](
         q.view(torch.int32),
         cache.k.view(torch.int32),
@@ -139,7 +138,6 @@ def _launch(
         block_tables.stride(0),
         cache.k.stride(0) * cache.k.element_size() // 16,
         launch.min_tiles,
-        shares,
         **shape.constants(launch, cache.kv_heads),
         QBF=q.dtype == torch.bfloat16,
         SB=rows_bucket(rows),
@@ -236,7 +234,8 @@ def paged_decode(
     block_tables int32 [S, MB], seq_lens int32 [S]: cached tokens, the newest included; 0 gives a row of zeros.
     softcap c: s <- c tanh(s / c). sliding_window: tokens a query sees, its own included. max_seq_len: an upper bound of
     seq_lens, known to the host; it sizes the grid and nothing else. num_splits: programs for each sequence and KV head,
-    None for as many as fill the card.
+    None for as many as fill the card. From compute capability 9.0 on seq_lens is read while the kernel ahead of this
+    one on the stream may still run: that kernel must not be what writes it.
 
     Equal inputs give equal bits; which other sequences are in the step may change a result in its last bits. Raises
     ValueError for what does not fit. CPU tensors are served by `paged_decode_ref`, CUDA tensors never.

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
 """The decode kernel: one new token a sequence against its paged keys and values.
 
-Work is cut into tiles of WARPS * TOK consecutive tokens of one sequence, KV head and group of query rows. Each program
-takes one piece of consecutive tiles. How many tiles a piece has is worked out on the device from the lengths, so that
-all pieces are about alike, whatever mixture of lengths a step has; programs left over leave at once. A head that is one
-piece is written as it is; of a head in several, each leaves a partial result, and the last to finish adds them in the
-order of the context. Equal inputs give equal bits.
+Work is cut into tiles of WARPS * TOK consecutive tokens of one sequence, KV head and group of query rows. All tiles of
+a step, sequence by sequence and head by head, stand in one row, of which each program takes as many as any other, or
+one more: whatever mixture of lengths a step has, programs end together. Where the shares begin is worked out on the
+device from the lengths. A head whose tiles are one program's is written as it is; of a head in several pieces, each
+leaves a partial result, and the last to finish adds them in the order of the context. Equal inputs give equal bits.
 
 Each warp of a program has its own TOK tokens of a tile, its own running maximum and its own sums, joined at the end of
 a piece, so that nothing in the loop waits for another warp. Loaded words become operands of `mma` in the registers that
@@ -17,6 +17,7 @@ pass through the first product, and leave the second, follows from that: `load_q
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode_kinds import BF16, FP8, FP16, INT4
 from .decode_loads import load_blocks, load_keys, load_query, load_values, unit_starts
@@ -33,13 +34,11 @@ from .decode_operands import (
     value_operand,
     value_unit,
 )
-from .decode_parts import LOWEST, add_parts, store_part
+from .decode_parts import LOWEST, hand_over, worker_of
 from .decode_prefetch import lane_blocks, prefetch_tile
 
-TEAM = tl.constexpr(16)
 
-
-@triton.jit(do_not_specialize=["rows", "window", "stride16", "sq16", "st", "min_tiles", "shares"])
+@triton.jit(do_not_specialize=["rows", "window", "stride16", "sq16", "st", "min_tiles"])
 def paged_decode_kernel(
     q_ptr,
     k_ptr,
@@ -61,7 +60,6 @@ def paged_decode_kernel(
     st,
     stride16,
     min_tiles,
-    shares,
     KIND: tl.constexpr,
     OFFSETS: tl.constexpr,
     QBF: tl.constexpr,
@@ -72,6 +70,7 @@ def paged_decode_kernel(
     GROUP: tl.constexpr,
     HKV: tl.constexpr,
     H: tl.constexpr,
+    LIVE: tl.constexpr,
     VK: tl.constexpr,
     VV: tl.constexpr,
     WARPS: tl.constexpr,
@@ -81,6 +80,7 @@ def paged_decode_kernel(
     FETCH: tl.constexpr,
     SKIP: tl.constexpr,
     AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     ASM: tl.constexpr,
@@ -93,16 +93,17 @@ def paged_decode_kernel(
     OFFSETS of an INT4 key: 1 or 2 (then 4 numbers a key, see cache.py).
     table int32 [rows, st], lens int32 [rows].
 
-    part: float32 [programs, ROWS, DP], stat: float32 [programs, 2, ROWS]. lock: int32 [programs], 0 before and after.
-    to_score: factor that turns q . k into the exponent of 2, and with HAS_CAP into that of tanh's, whose multiple `cap`
-    is then the exponent of 2. window: tokens a query sees, with HAS_WINDOW. A piece has at least min_tiles tiles,
-    but for the last of a head, and is otherwise as long as makes `shares` of them, or longer where there are not as
-    many programs; there must be one for each sequence, KV head and group of query rows.
+    part: float32 [2 programs, LIVE, DP], stat: float32 [2 programs, 2, LIVE], where LIVE is GROUP as a power of two, at
+    most ROWS. lock: int32 [2 programs], 0 before and after. to_score: factor that turns q . k into the exponent of 2,
+    and with HAS_CAP into that of tanh's, whose multiple `cap` is then the exponent of 2. window: tokens a query sees,
+    with HAS_WINDOW. A program has at least min_tiles tiles, but where the step has fewer; others leave at once.
 
     H: groups of 8 query rows that a program serves together (1 or 2). D padded to a power of two is DP. VK, VV: words
     of a token that a lane loads at once. SB: a power of two, at least `rows`. FETCH: values are loaded after the scores
     are computed (0), with the keys (1), or so, and keys a tile ahead (2), or both a tile ahead (3). SKIP: tiles that
-    lie within low..high are not masked. AHEAD: the next tile is brought to L2 while this one is worked on.
+    lie within low..high are not masked. AHEAD: the next tile is brought to L2 while this one is worked on. PDL:
+    launched with programmatic dependent launch (compute capability 9.0): the shares are worked out, from lengths that
+    the kernel before must not write, while that one still runs.
     """
     NT: tl.constexpr = TOK // 8
     ROWS: tl.constexpr = 8 * H
@@ -126,42 +127,54 @@ def paged_decode_kernel(
     VE: tl.constexpr = 2 if KIND == INT4 else (1 if SCALED else 0)
 
     # parts loaded at once where they are added, 64 or, with few warps, 128 registers' worth
-    FEW: tl.constexpr = max(1, (128 if WARPS <= 2 else 64) * LANES // (ROWS * DP))
+    FEW: tl.constexpr = max(1, (128 if WARPS <= 2 else 64) * LANES // (LIVE * DP))
 
+    if PDL:
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     idx = tl.arange(0, SB)
     lens = tl.maximum(tl.load(len_ptr + idx, mask=idx < rows, other=0), 0)
     tiles = (lens + ((1 << TILE_SHIFT) - 1)) >> TILE_SHIFT
     if HAS_WINDOW:
         tiles -= tl.maximum(lens - window, 0) >> TILE_SHIFT
+    ends = tl.cumsum(tiles, 0) * HR
     total = tl.sum(tiles, 0) * HR
-    size = tl.maximum(min_tiles, tl.cdiv(total, shares))
-    parts = (tiles + size - 1) // size
-    count = tl.sum(parts, 0) * HR
-    while count > tl.num_programs(0):
-        size += size // 4 + 1
-        parts = (tiles + size - 1) // size
-        count = tl.sum(parts, 0) * HR
-    ends = tl.cumsum(parts, 0)
-    seq = tl.sum((ends * HR <= pid).to(tl.int32), 0)
-    base = tl.sum(tl.where(idx < seq, parts, 0), 0) * HR
+    # of the workers the first `more` get size + 1 tiles, the others size
+    workers = tl.minimum(tl.num_programs(0), tl.maximum(total // min_tiles, 1))
+    size = total // workers
+    more = total - size * workers
+    at_tile = pid * size + tl.minimum(pid, more)
+    last_tile = at_tile + size + (pid < more).to(tl.int32)
+    seq = tl.sum((ends <= at_tile).to(tl.int32), 0)
+    # first tile of the head
+    zero_tile = tl.sum(tl.where(idx < seq, tiles, 0), 0) * HR
+    head = 0
 
     lane = tl.arange(0, LANES) % 32
     # scores and their maximum are held in units of which this many are a power of 2
     unit = 1.0 if HAS_CAP else to_score
     stride = stride16.to(tl.int64) * 4
-    if pid < count:
+    if pid >= workers:
+        last_tile = at_tile
+    if at_tile < last_tile:
+        here = tl.sum(tl.where(idx == seq, tiles, 0), 0)
+        head = (at_tile - zero_tile) // here
+        zero_tile += head * here
+    if PDL:
+        gdc_wait()
+    while at_tile < last_tile:
         length = tl.load(len_ptr + seq)
         first = 0
         if HAS_WINDOW:
             first = tl.maximum(length - window, 0)
         skipped = first >> TILE_SHIFT
         here = ((length + ((1 << TILE_SHIFT) - 1)) >> TILE_SHIFT) - skipped
-        pieces = (here + size - 1) // size
-        head = (pid - base) // pieces
-        piece = pid - base - head * pieces
-        begin = piece * here // pieces
-        end = (piece + 1) * here // pieces
+        begin = at_tile - zero_tile
+        end = tl.minimum(here, last_tile - zero_tile)
+        # the programs that have the head's first and last tile
+        left = worker_of(zero_tile, size, more)
+        pieces = worker_of(zero_tile + here - 1, size, more) - left + 1
+        piece = pid - left
         hk = head // GROUPS
         row0 = head % GROUPS * ROWS
         # the last token of this piece; what is fetched for the next tile stays below it too
@@ -283,26 +296,19 @@ def paged_decode_kernel(
         if pieces == 1:
             tl.store(op, (o / l_all[None, :]).to(out_ptr.dtype.element_ty), mask=real)
         else:
-            # the last of up to TEAM neighbours adds their parts, and the last to have done so adds the sums
-            store_part(part_ptr, stat_ptr, pid, o, m_all, l_all, DP, ROWS)
-            zeroth = pid - piece
-            team = zeroth + piece // TEAM * TEAM
-            members = tl.minimum(zeroth + pieces - team, TEAM)
-            tl.debug_barrier()
-            if tl.atomic_add(lock_ptr + team, 1, sem="acq_rel") == members - 1:
-                o, m_all, l_all = add_parts(part_ptr, stat_ptr, team, 1, members, DP, ROWS, FEW)
-                tl.store(lock_ptr + team, 0)
-                if pieces <= TEAM:
-                    tl.store(op, (o / l_all[None, :]).to(out_ptr.dtype.element_ty), mask=real)
-                else:
-                    tl.debug_barrier()
-                    store_part(part_ptr, stat_ptr, team, o, m_all, l_all, DP, ROWS)
-                    teams = (pieces + TEAM - 1) // TEAM
-                    tl.debug_barrier()
-                    if tl.atomic_add(lock_ptr + zeroth + 1, 1, sem="acq_rel") == teams - 1:
-                        o, m_all, l_all = add_parts(part_ptr, stat_ptr, zeroth, TEAM, teams, DP, ROWS, FEW)
-                        tl.store(op, (o / l_all[None, :]).to(out_ptr.dtype.element_ty), mask=real)
-                        tl.store(lock_ptr + zeroth + 1, 0)
+            rows_ptr = out_ptr + seq.to(tl.int64) * so + (hk * GROUP + row0) * D
+            hand_over(part_ptr, stat_ptr, lock_ptr, rows_ptr, GROUP - row0, left, piece, pieces, o, m_all, l_all,
+                      D, DP, VV, IV, KIND, ROWS, LIVE, FEW)  # fmt: skip
+        at_tile = zero_tile + end
+        if end == here:
+            zero_tile += here
+            head += 1
+            if head == HR:
+                head = 0
+                seq += 1
+                if at_tile < last_tile:
+                    while tl.load(len_ptr + seq) <= 0:
+                        seq += 1
 
     # padding rows of a captured step: zeros
     for row in range(pid, rows, tl.num_programs(0)):

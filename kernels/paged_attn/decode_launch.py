@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .decode_kinds import KIND_NUMBERS
 
@@ -16,10 +16,10 @@ class DecodeLaunch:
     """One launch of the decode kernel.
 
     warps: of a program. tokens: of each warp in a tile, a power of two from 16. fetch: see the kernel (0 takes the
-    fewest registers, 3 keeps most loads in flight). per_sm: programs for each multiprocessor. min_tiles: the fewest
-    tiles worth a program. registers: the most a thread may have, or None for the compiler's choice. skip: tiles that
-    lie within a sequence are not masked, at the cost of a few registers. ahead: a tile is brought to L2 while the one
-    before it is worked on.
+    fewest registers, 3 keeps most loads in flight). per_sm: programs that a multiprocessor runs at once. min_tiles: the
+    fewest tiles worth a program. registers: the most a thread may have, or None for the compiler's choice. skip: tiles
+    that lie within a sequence are not masked, at the cost of a few registers. ahead: a tile is brought to L2 while the
+    one before it is worked on. rounds: of programs that work is shared out to. pdl: programmatic dependent launch.
     """
 
     warps: int = 4
@@ -30,6 +30,8 @@ class DecodeLaunch:
     registers: int | None = None
     skip: bool = False
     ahead: bool = False
+    rounds: int = 1
+    pdl: bool = False
 
     @property
     def tile(self) -> int:
@@ -67,6 +69,11 @@ class DecodeShape:
         return 8 * self.row_groups
 
     @property
+    def live(self) -> int:
+        """Rows of a program that are some head's: the group as a power of two, at most `rows`."""
+        return min(self.rows, 1 << (self.group - 1).bit_length())
+
+    @property
     def passes(self) -> int:
         """Programs that read a KV head's tokens, for all its query heads."""
         return math.ceil(self.group / self.rows)
@@ -93,6 +100,7 @@ class DecodeShape:
             "GROUP": self.group,
             "HKV": kv_heads,
             "H": self.row_groups,
+            "LIVE": self.live,
             "VK": self.vector(4, 1 if self.kind == "int4" else 2),
             "VV": self.vector(8),
             "WARPS": launch.warps,
@@ -101,6 +109,7 @@ class DecodeShape:
             "FETCH": launch.fetch,
             "SKIP": launch.skip,
             "AHEAD": launch.ahead,
+            "PDL": launch.pdl,
         }
 
 
@@ -109,14 +118,20 @@ def pick_decode(shape: DecodeShape, rows: int, max_seq_len: int, sm: int) -> Dec
 
     What limits it are registers: a lane's share of a tile of keys and of one of values is in flight at once, 64
     registers each at most. With asynchronous memory to fill, one warp a program was the fastest on an H200 for every
-    kind, batch and context (benchmarks/attn_decode.py --sweep); Turing's rule is set so that nothing spills. Bringing
-    tiles to L2 makes int4 a tenth faster there, whose loads the assembler puts off the most, and other kinds slower.
+    kind, batch and context (benchmarks/attn_decode.py --sweep), of int8 with a query head a KV head eleven smaller ones
+    on a multiprocessor; Turing's rule is set so that nothing spills. Bringing tiles to L2 makes int4 a tenth faster
+    there, whose loads the assembler puts off the most, and other kinds slower.
     """
+    return replace(_tiles(shape, sm), pdl=sm >= 90)
+
+
+def _tiles(shape: DecodeShape, sm: int) -> DecodeLaunch:
     bytes_a_lane = {"float16": 4, "bfloat16": 4, "int8": 2, "fp8": 2, "int4": 1}[shape.kind]
     wide = shape.padded >= 256
     if sm < 80:
         tokens = 16 if wide or shape.row_groups == 2 or bytes_a_lane == 4 else 32
-        fetch = 0 if wide else 1 if shape.row_groups == 2 else 2
+        crowded = shape.row_groups == 2 and shape.kind == "int4" and shape.key_offsets == 2
+        fetch = 0 if wide or crowded else 1 if shape.row_groups == 2 else 2
         return DecodeLaunch(4, tokens, fetch, per_sm=2, registers=255, skip=True)
     ahead = shape.kind == "int4"
     if wide:
@@ -125,6 +140,8 @@ def pick_decode(shape: DecodeShape, rows: int, max_seq_len: int, sm: int) -> Dec
     if shape.row_groups == 2:
         fetch = 0 if ahead and sm < 90 else 2
         return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, fetch, per_sm=8, skip=True, ahead=ahead)
+    if sm == 90 and shape.kind == "int8" and shape.group == 1:
+        return DecodeLaunch(1, 32, 2, per_sm=11, registers=184, skip=True)
     return DecodeLaunch(1, 32 if bytes_a_lane == 4 else 64, 2, per_sm=8, skip=True, ahead=ahead)
 
 
@@ -137,34 +154,17 @@ def programs(
     sm_count: int,
     room: int,
     num_splits: int | None = None,
-) -> tuple[int, int]:
-    """(programs of a launch, at least one for each sequence and KV head; pieces that the work is shared out in).
+) -> int:
+    """Programs of a launch: as many as fill the card `rounds` times, but no more than there can be min_tiles tiles for.
 
-    Where heads are few, each is split into as many pieces as fill the card once; where they are many, into as many as
-    leave the last round of programs the fullest. num_splits: pieces instead. Nobody needs more programs than there are
-    pieces of min_tiles tiles. room: programs that the workspace has room for.
-
-    Sequences of different lengths end in pieces shorter than the others, so that there are more pieces than shares: the
-    programs beyond the shares are for these. Without them a long sequence among many would be one piece.
+    num_splits: so many for each sequence and KV head instead. room: programs that the workspace has room for.
     """
     heads = rows * kv_heads * shape.passes
-    slots = sm_count * launch.per_sm
     pieces = math.ceil(math.ceil(max(max_seq_len, 1) / launch.tile) / launch.min_tiles)
-    most = heads * max(1, min(pieces, room // heads))
-    if num_splits is not None:
-        shares = min(heads * num_splits, most)
-        return shares, shares
-    shares = min(heads * _splits(heads, slots), most)
-    return min(shares + min(heads, slots) // 2 if rows > 1 else shares, most), shares
-
-
-def _splits(heads: int, slots: int) -> int:
-    if heads <= slots:
-        return slots // heads
-    # the share of the rounds that is used; every further part costs a little
-    return max(range(1, 9), key=lambda k: heads * k / (math.ceil(heads * k / slots) * slots) - 0.02 * k)
+    wanted = heads * num_splits if num_splits is not None else sm_count * launch.per_sm * launch.rounds
+    return max(1, min(wanted, heads * pieces, room))
 
 
 def part_floats(shape: DecodeShape) -> int:
-    """float32 numbers of workspace that a program needs: a partial result, with two numbers a row."""
-    return shape.rows * (shape.padded + 2)
+    """float32 numbers of workspace that a program needs: two partial results, each with two numbers a row."""
+    return 2 * shape.live * (shape.padded + 2)

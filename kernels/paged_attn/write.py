@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from qengine.kernels.fused.card import dependent_launch, launch_options
 from qengine.kernels.fused.ref import rotate
 from qengine.kernels.operator import operator
 
@@ -222,8 +223,12 @@ def write_constants(
     interleaved: bool,
     norm: str | None,
     rotates: bool,
+    pdl: bool = False,
 ) -> dict[str, int | str | bool]:
-    """The kernel's constants. heads: (Hq, Hkv). rotary_dim: 0 for no rotary embedding. norm: None, "rms" or "layer"."""
+    """The kernel's constants. heads: (Hq, Hkv). rotary_dim: 0 for no rotary embedding. norm: None, "rms" or "layer".
+
+    pdl: launched so that it may start before the kernel ahead of it ends.
+    """
     return {
         "HQ": heads[0],
         "HKV": heads[1],
@@ -240,6 +245,7 @@ def write_constants(
         "TURN_Q": bool(rotary_dim or norm or rotates),
         "BT": launch.tokens,
         "HG": launch.heads,
+        "PDL": pdl,
     }
 
 
@@ -269,10 +275,11 @@ def run_write(
         offsets = k_scale.shape[3] // 2
         k_scale = k_scale.view(torch.int64 if offsets == 2 else torch.int32)
         v_scale = v_scale.view(torch.int32)
+    pdl = dependent_launch(qkv.device)
     constants = write_constants(
         launch, cache.kind, heads, cache.head_dim, cache.block_size, key_offsets=offsets,
         rotary_dim=0 if cos is None else cos.shape[-1], interleaved=interleaved,
-        norm=None if head_norm is None else norm_kind, rotates=cache.axes is not None,
+        norm=None if head_norm is None else norm_kind, rotates=cache.axes is not None, pdl=pdl,
     )  # fmt: skip
     write_kv_kernel[write_grid(launch, qkv.shape[0], heads, bool(constants["TURN_Q"]))](
         qkv,
@@ -296,4 +303,5 @@ def run_write(
         **constants,
         num_warps=launch.warps,
         num_stages=1,
+        **launch_options(pdl),
     )

@@ -9,6 +9,7 @@ registers, and each result is rounded once.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NORM_NONE = tl.constexpr(0)
 NORM_RMS = tl.constexpr(1)
@@ -187,14 +188,18 @@ def write_kv_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, KEY_OFFSETS: tl.constexpr,
     ROTATE: tl.constexpr, STEPS: tl.constexpr,
-    BS: tl.constexpr, TURN_Q: tl.constexpr, BT: tl.constexpr, HG: tl.constexpr,
+    BS: tl.constexpr, TURN_Q: tl.constexpr, BT: tl.constexpr, HG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens / BT, parts): q's parts of HG heads (none where q stays as it is), then k's, then v's.
 
     norm_ptr: [HQ + HKV, D]. cos, sin: rows of R. axes: int32 [HKV], with ROTATE; STEPS: log2 of the Hadamard block.
     block_stride: between blocks in values; the scales' strides count scales, which for int4 are words that hold all
-    numbers of a head and token: int32, or int64 for keys with two offsets.
+    numbers of a head and token: int32, or int64 for keys with two offsets. PDL: launched with programmatic dependent
+    launch (compute capability 9.0).
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     QUERY_PARTS: tl.constexpr = (HQ + HG - 1) // HG if TURN_Q else 0
     KEY_PARTS: tl.constexpr = (HKV + HG - 1) // HG
     WIDTH: tl.constexpr = D // 2 if KIND == "int4" else D

@@ -10,6 +10,7 @@ import asyncio
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from qengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamDelta
 
@@ -22,6 +23,23 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class Tap(Protocol):
+    """Takes a stream's outputs as they come, in the event loop, where to wake the consumer for each is too much work.
+
+    It gets those that are not the last while its consumer waits for one and nothing else is to be handed out; all
+    others, and those that come while it is not open, go to the consumer. So the order is kept.
+    """
+
+    @property
+    def open(self) -> bool:
+        """Whether `put` may be called now."""
+        ...
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output; it must not take long. What it raises is raised in the consumer."""
+        ...
 
 
 @dataclass(slots=True)
@@ -100,6 +118,7 @@ class RequestStream:
         count: int,
         kind: RequestOutputKind,
         on_started: Callable[[], None] = lambda: None,
+        tap: Tap | None = None,
     ) -> None:
         self.request_id = request_id
         self.kind = kind
@@ -111,10 +130,12 @@ class RequestStream:
         self._choices = [_Choice(index) for index in range(count)]
         self._error: BaseException | None = None
         self._news = asyncio.Event()
+        self._tap = tap
+        self._waiting = False
         self._on_started: Callable[[], None] | None = on_started
 
     def add(self, progress: Progress) -> None:
-        """Merge a report; wakes the consumer."""
+        """Merge a report; gives the tap what is new, or wakes the consumer."""
         if self.finished:
             return
         self.release()
@@ -129,9 +150,22 @@ class RequestStream:
         if progress.metrics is not None:
             self._metrics = progress.metrics
         self.finished = progress.finished or progress.error is not None
-        self._error = progress.error
-        if self.finished or self.kind is not RequestOutputKind.FINAL_ONLY:
+        if progress.error is not None:
+            self._error = progress.error
+        if (self.finished or self.kind is not RequestOutputKind.FINAL_ONLY) and not self._tapped():
             self._news.set()
+
+    def _tapped(self) -> bool:
+        """Give the tap what is new, if it is its turn."""
+        tap = self._tap
+        if tap is None or self.finished or not self._waiting or self._news.is_set() or not tap.open:
+            return False
+        try:
+            tap.put(self._output())
+        except Exception as error:  # the other streams' reports are still to be merged
+            self._error = error
+            return False
+        return True
 
     def release(self) -> None:
         """The request waits no longer."""
@@ -141,10 +175,18 @@ class RequestStream:
 
     async def next(self) -> RequestOutput:
         """The next output; with `finished` set it is the last. Raises what ended the request, if that was an error."""
-        await self._news.wait()
+        self._waiting = True
+        try:
+            await self._news.wait()
+        finally:
+            self._waiting = False
         self._news.clear()
         if self._error is not None:
             raise self._error
+        return self._output()
+
+    def _output(self) -> RequestOutput:
+        """All so far, or what was not handed out yet."""
         whole = self.kind is not RequestOutputKind.DELTA
         chosen = [choice for choice in self._choices if whole or choice.changed]
         return RequestOutput(

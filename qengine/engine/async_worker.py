@@ -46,6 +46,9 @@ EXIT_SECONDS = 10
 STATS_SECONDS = 0.05
 """How old the published counts may be while steps follow one another: to make them takes longer the more wait."""
 
+IDLE_SECONDS = 0.5
+"""How long nothing has come before the pause is used to warm up: captures, which would else hold up the first steps of
+each shape. A request that comes then waits for one of them, some 0.1 s."""
 COMPILE_SECONDS = 1.0
 """How often it looks, while there is nothing else to do, whether a grammar takes too long to compile."""
 
@@ -79,6 +82,7 @@ class EngineWorker:
         self._ended = False
         self._draining = False
         self._poked = False
+        self._warm = False
         self._open: dict[Request, _Open] = {}
         self._requests: dict[RequestStream, Request] = {}
         self._delivery = Delivery(loop)
@@ -167,6 +171,8 @@ class EngineWorker:
             if rest != 0 or time.monotonic() >= self._stats_due:
                 self.stats, self._stats_due = engine.stats(), time.monotonic() + STATS_SECONDS
             command = self._next_command(rest)
+            if command is None and rest and not engine.has_unfinished():
+                self._warm_up(engine)
             while command is not None:
                 if not self._obey(engine, command):
                     return
@@ -192,7 +198,17 @@ class EngineWorker:
         """Seconds to wait for a command: none if there is a step to compute, None for ever if nothing is to be done."""
         if engine.can_step:
             return 0
-        return COMPILE_SECONDS if engine.has_unfinished() else 0 if self._draining else None
+        if engine.has_unfinished():
+            return COMPILE_SECONDS
+        return 0 if self._draining else None if self._warm else IDLE_SECONDS
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Use a pause to do what would hold up steps to come, until a command comes."""
+        try:
+            self._warm = engine.warm_up(lambda: bool(self._inbox))
+        except Exception:  # of a shape that may never be needed
+            logger.warning("the engine could not be warmed up", exc_info=True)
+            self._warm = True
 
     def _next_command(self, rest: float | None) -> Command | None:
         """What came next, or None; waits for it, or for a grammar, for up to `rest` seconds."""

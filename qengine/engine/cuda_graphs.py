@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +19,12 @@ from qengine.engine.gpu_memory import outside_bytes, with_room
 logger = logging.getLogger(__name__)
 
 
-def batch_sizes(largest: int) -> list[int]:
-    """The batch sizes that get a graph: dense where padding would cost most, every 16 from 32 on."""
-    sizes = [1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, *range(48, 257, 16), *range(288, 1025, 32)]
+def batch_sizes(largest: int, tile: int) -> list[int]:
+    """The batch sizes that get a graph: those that fill the packed products' tiles, of up to `tile` rows.
+
+    A tile costs the same however few of its rows there are; on an H200 one that is not full costs up to a third more.
+    """
+    sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, tile)]
     return [size for size in sizes if size < largest] + [largest]
 
 
@@ -43,6 +47,22 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.bfloat16:
         return torch.as_tensor(_Borrowed(tensor.view(torch.float16)), device=tensor.device).view(torch.bfloat16)
     return torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected within.
+
+    While torch records for a capture or allocates from a pool, a graph that is collected spoils the capture, and a
+    MemPool that is ends the process ("captures_underway", seen with torch 2.11).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,7 @@ class StepGraphs:
         self._buffer = torch.zeros(largest.offsets()[-1], dtype=torch.uint8, device=device)
         self._captured: dict[InputShape, _Captured] = {}
         self._refused: set[InputShape] = set()
+        self._abandoned: torch.cuda.CUDAGraph | None = None
         self._taken: list[int] = []
         self._pool = pool
         self._handle: Any = pool.id
@@ -84,6 +105,10 @@ class StepGraphs:
     def buffer(self) -> torch.Tensor:
         """Where the inputs of the next replay are put, laid out as its InputShape says."""
         return self._buffer
+
+    def knows(self, shape: InputShape) -> bool:
+        """Whether a step of this shape was there before: its graph is captured, or has no room."""
+        return shape in self._captured or shape in self._refused
 
     def replay(self, shape: InputShape) -> torch.Tensor:
         """Logits of the inputs in the buffer; enqueued on the stream, nothing is waited for."""
@@ -109,7 +134,7 @@ class StepGraphs:
 
     def _compute(self, inputs: DeviceInputs) -> torch.Tensor:
         """Kernel by kernel; compiles them, which a capture may not. The capture finds the memory in the pool."""
-        with torch.cuda.use_mem_pool(self._pool):
+        with uncollected(), torch.cuda.use_mem_pool(self._pool):
             return self._forward(inputs).contiguous()
 
     def graph_bytes(self) -> list[int]:
@@ -120,7 +145,7 @@ class StepGraphs:
         """As torch.cuda.graph does it, but without waiting for the device and without emptying the allocator."""
         before = outside_bytes(self._buffer.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), uncollected():
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             try:
                 logits = self._forward(inputs).contiguous()
@@ -137,19 +162,21 @@ class StepGraphs:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed, so that the next step can run.
 
-        torch before 2.12 leaves its allocator capturing for ever where the failure had invalidated the capture
-        (github.com/pytorch/pytorch/pull/180395); the engine then fails with the next step. `replay` makes it unlikely:
-        the step has just run in the same pool, so its memory is there.
+        The graph is kept until another one fails: when a pool's last graph goes, torch 2.11's pinned memory lets go of
+        the pool as well, and the next capture in it raises "use_count > 0" half-way, after which the process ends.
+        The one kept before goes when this capture is over: within, it would invalidate it, and torch before 2.12 cannot
+        end such a one (github.com/pytorch/pytorch/pull/180395). Want of memory does not invalidate a capture.
         """
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
+        self._abandoned = graph
 
 
 class DecodeShapes:
-    """Shapes of decode steps, a token for each sequence: one for each of a few batch sizes."""
+    """Shapes of decode steps, a token for each sequence: one for each of a few batch sizes. tile: see batch_sizes."""
 
-    def __init__(self, max_rows: int, blocks: int) -> None:
-        self._sizes = batch_sizes(max_rows)
+    def __init__(self, max_rows: int, blocks: int, tile: int) -> None:
+        self._sizes = batch_sizes(max_rows, tile)
         self._blocks = blocks
 
     @property
@@ -168,8 +195,9 @@ class DecodeShapes:
 
 
 TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-SINGLES = (32, 128)
 PREFILLS = (16, 64)
+SINGLES = (16, 112, 240)
+"""With the fewest PREFILLS these are 32, 128 and 256 rows of logits: whole tiles of the last layer's products."""
 
 
 class MixedShapes:

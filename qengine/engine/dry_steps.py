@@ -11,6 +11,7 @@ from qengine.config import EngineConfig
 from qengine.engine.cuda_graphs import PREFILLS, TOKENS, batch_sizes
 from qengine.engine.device_loading import cache_kind, cache_layout, most_rows, runner_options
 from qengine.engine.dry_run import DryRunner
+from qengine.engine.graph_limits import tile_rows
 from qengine.engine.precompile import Precompiler, count_workers
 from qengine.engine.startup_steps import CUT, GREEDY, PLAIN, WIDE, largest_steps, prompts, singles
 from qengine.engine.step import StepItem
@@ -41,7 +42,7 @@ def precompiler(
     def later() -> list[list[StepItem]]:
         steps = [singles(1, params) for params in (WIDE, PLAIN, CUT)]
         steps += [prompts(min(count, longest), longest, size, WIDE) for count in TOKENS if count <= tokens]
-        steps += [singles(count, GREEDY) for count in batch_sizes(rows)]
+        steps += [singles(count, GREEDY) for count in batch_sizes(rows, tile_rows(device))]
         many = max(2, tokens // (2 * PREFILLS[0]))  # short prompts, more than the usual graphs are for
         return [*steps, prompts(min(tokens, TOKENS[-1]), min(many, longest), size, WIDE)]
 

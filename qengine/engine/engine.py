@@ -180,14 +180,15 @@ class Engine:
         finally:
             self.abort(request)
 
-    def warm_up(self) -> None:
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Compile and capture now what the first steps would else be held up by: on a GPU some seconds.
 
+        stop: asked about ten times a second; True ends it, and a later call goes on. Returns whether all is done.
         Raises QEngineError while requests are under way.
         """
         if self.has_unfinished():
             raise QEngineError("warm_up while requests are under way; call it before the first, or when all are done")
-        self._runner.warm_up()
+        return self._runner.warm_up(stop)
 
     def close(self) -> None:
         """Abort everything and let go of the model and its cache."""

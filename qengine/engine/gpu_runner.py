@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from qengine.engine.block_manager import Copy
-from qengine.engine.cuda_graphs import PREFILLS, DecodeShapes, MixedShapes, StepGraphs
+from qengine.engine.cuda_graphs import PREFILLS, DecodeShapes, MixedShapes, StepGraphs, uncollected
 from qengine.engine.cuda_swap import CudaSwapDevice
 from qengine.engine.device_inputs import DeviceInputs, InputShape, InputStaging
 from qengine.engine.gpu_memory import with_room
-from qengine.engine.graph_limits import graph_tokens
+from qengine.engine.graph_limits import graph_tokens, tile_rows
 from qengine.engine.memory_guard import MemoryGuard
 from qengine.engine.runner import LOGIT_ROWS, RunnerBase
 from qengine.engine.sampler import SampleRow, Samples, TokenLogprobs
@@ -83,7 +83,7 @@ class GpuRunner(RunnerBase):
         self._sampler = GpuSampler(max_num_seqs, vocab_size, model.device)
         self._sampled: list[SampleRow] = []
         blocks = -(-max_model_len // pool.layout.block_size)
-        self._decode_shapes = DecodeShapes(max_num_seqs, blocks)
+        self._decode_shapes = DecodeShapes(max_num_seqs, blocks, tile_rows(model.device))
         most = min(max_num_batched_tokens, graph_tokens(model.spec, model.device))
         self._mixed_shapes = MixedShapes(max_num_seqs, most, blocks)
         self._guard: MemoryGuard | None = None
@@ -162,17 +162,22 @@ class GpuRunner(RunnerBase):
         return 0 if self._graphs is None else len(self._decode_shapes.all()) + mixed
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """See StepRunner: captures the graphs of all decode steps, and of mixed ones with a usual number of prompts."""
         if self._graphs is None:
-            return
+            return True
         decode, mixed = self._graphs
-        with torch.cuda.stream(self._stream):
-            for graphs, shapes in ((mixed, self._mixed_shapes.usual()), (decode, self._decode_shapes.all())):
-                for shape in shapes:
+        for graphs, shapes in ((mixed, self._mixed_shapes.usual()), (decode, self._decode_shapes.all())):
+            for shape in shapes:
+                if graphs.knows(shape):
+                    continue
+                if stop():
+                    return False
+                with torch.cuda.stream(self._stream):
                     self._staging.stage([], shape, {}, graphs.buffer)
                     graphs.replay(shape)
-        torch.cuda.synchronize(self.model.device)
+                torch.cuda.synchronize(self.model.device)  # else a request that comes now would wait for several
+        return True
 
     def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
         return CudaSwapDevice(self._pool, num_cpu_blocks, self._stream)
@@ -233,7 +238,7 @@ class GpuRunner(RunnerBase):
         """`_eager`, in the memory that graphs have: one step at a time needs it."""
         if self._memory is None:
             return self._eager(items)
-        with torch.cuda.use_mem_pool(self._memory):
+        with uncollected(), torch.cuda.use_mem_pool(self._memory):
             return self._eager(items)
 
     def _eager(self, items: list[StepItem]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""Up to how many tokens a step with prompt chunks is worth a CUDA graph."""
+"""What steps are worth a CUDA graph: how many tokens with prompt chunks, how many rows of a decode step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from bisect import bisect_right
 import torch
 
 from qengine.engine.cuda_graphs import TOKENS
+from qengine.kernels.fused.card import capability
 from qengine.models.spec import ModelSpec
 
 LAYER_SECONDS = 1.5e-3
@@ -25,9 +26,14 @@ def graph_tokens(spec: ModelSpec, device: torch.device) -> int:
     if device.type != "cuda":
         return TOKENS[-1]
     card = torch.cuda.get_device_properties(device)
-    capability = max((sm for sm in MULTIPLY_ADDS if sm <= 10 * card.major + card.minor), default=75)
-    rate = REACHED * MULTIPLY_ADDS[capability] * CLOCK * card.multi_processor_count
+    known = max((sm for sm in MULTIPLY_ADDS if sm <= 10 * card.major + card.minor), default=75)
+    rate = REACHED * MULTIPLY_ADDS[known] * CLOCK * card.multi_processor_count
     return worth_capturing(sum(math.prod(shape) for shape in spec.linear_shapes().values()), rate)
+
+
+def tile_rows(device: torch.device) -> int:
+    """Rows of a full tile of the packed products of decode steps, as the launch tables have them."""
+    return 128 if device.type == "cuda" and capability(device) >= 90 else 64
 
 
 def worth_capturing(weights: int, rate: float) -> int:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qengine.allocator import growing_segments
 from qengine.checkpoint import Checkpoint, open_checkpoint
 from qengine.config import EngineConfig, ModelConfig
 from qengine.engine.block_manager import BlockManager
 from qengine.engine.engine import Engine
-from qengine.engine.gpu_memory import growing_segments, is_small
+from qengine.engine.gpu_memory import is_small
 from qengine.engine.limits import Limits
 from qengine.engine.memory import CachePlan, available_cpu_bytes, plan_cache
 from qengine.engine.runner import Runner

@@ -43,8 +43,9 @@ class RunnerBase:
         """See StepRunner."""
         return self.launch(items, copies, swap).result()
 
-    def warm_up(self) -> None:
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """See StepRunner. Nothing here."""
+        return True
 
     @property
     def block_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,8 +96,11 @@ class StepRunner(Protocol):
         """
         ...
 
-    def warm_up(self) -> None:
-        """Do now what the first steps of each shape would do beside their work. No step is under way."""
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Do now what the first steps of each shape would do beside their work. No step is under way.
+
+        stop: asked again and again; True ends it, and a later call goes on. Returns whether all is done.
+        """
         ...
 
     def close(self) -> None:

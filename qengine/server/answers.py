@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from qengine.server.errors import ApiError, as_api_error
 from qengine.server.state import ServerState
 from qengine.server.watch import Ended, Watch
+from qengine.server.wire import Wire, wire_of
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -69,12 +70,13 @@ class EventStream(Response):
     """Events of `events()`, each already in the form of the wire; several may come joined. [DONE] follows the last.
 
     An error before the first event is answered as for any request, one after it is the stream's last event. What the
-    client is slow to take is not asked for: the engine's outputs are merged meanwhile.
+    client is slow to take is not asked for: the engine's outputs are merged meanwhile. `events` gets the connection, if
+    that takes pieces of the body beside those that `events` gives, see Wire.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, state: ServerState, events: Callable[[], AsyncGenerator[bytes]]) -> None:
+    def __init__(self, state: ServerState, events: Callable[[Wire | None], AsyncGenerator[bytes]]) -> None:
         super().__init__(headers=HEADERS)
         self._state = state
         self._events = events
@@ -87,7 +89,7 @@ class EventStream(Response):
         try:
             with self._state.watched(watch):
                 async with watch:
-                    await self._send_all(send)
+                    await self._send_all(send, wire_of(scope))
         except Exception as caught:
             error = as_api_error(caught)
         if watch.reason is Ended.DISCONNECT:
@@ -102,8 +104,8 @@ class EventStream(Response):
         last = DONE if error is None else b"data: " + dump(error.body()) + b"\n\n" + DONE
         await self._finish(send, last, watch.reason)
 
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events()) as events:
+    async def _send_all(self, send: Send, wire: Wire | None) -> None:
+        async with aclosing(self._events(wire)) as events:
             async for event in events:
                 if not self._started:
                     headers = [item for item in self.raw_headers if item[0] != b"content-length"]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
-from qengine.outputs import CompletionOutput
+from qengine.outputs import CompletionOutput, RequestOutput
 from qengine.server.answers import EventStream, JSONAnswer
 from qengine.server.chat_choice import ChatForm, ChoiceReader, chat_form, template_tools
 from qengine.server.chat_prompt import chat_prompt
 from qengine.server.chunks import Chunks
 from qengine.server.errors import ApiError
-from qengine.server.generation import Job, Usage, run_stream, run_whole
+from qengine.server.generation import Job, Usage, run_pieces, run_whole
 from qengine.server.logprobs import chat_logprobs, prompt_logprobs
 from qengine.server.protocol_chat import ChatRequest
 from qengine.server.request_log import log_request
@@ -57,7 +55,7 @@ async def create_chat_completion(state: ServerState, request: ChatRequest) -> Re
     log_request(state.settings, job)
     writer = ChatWriter(state, request, form)
     if request.stream:
-        return EventStream(state, lambda: writer.events(job))
+        return EventStream(state, lambda wire: run_pieces(state, job, ChatPieces(state, writer, job), wire))
     return JSONAnswer(state, lambda: writer.body(job))
 
 
@@ -84,12 +82,12 @@ class ChatWriter:
 
     def __init__(self, state: ServerState, request: ChatRequest, form: ChatForm) -> None:
         self._state = state
-        self._request = request
-        self._form = form
-        self._logprobs = _asked_logprobs(request)
+        self.request = request
+        self.form = form
+        self.logprobs = _asked_logprobs(request)
         last = request.messages[-1]
         continues = request.echo and last.role == state.settings.response_role and isinstance(last.content, str)
-        self._echo = last.content if continues and isinstance(last.content, str) else ""
+        self.echo = last.content if continues and isinstance(last.content, str) else ""
 
     async def body(self, job: Job) -> dict[str, Any]:
         """The whole answer."""
@@ -104,81 +102,93 @@ class ChatWriter:
             "choices": [self._whole_choice(output) for output in result.outputs],
             "usage": usage.body(),
         }
-        if self._request.prompt_logprobs is not None:
+        if self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(self._state.texts, result.prompt_logprobs)
-        if self._request.return_token_ids:
+        if self.request.return_token_ids:
             body["prompt_token_ids"] = result.prompt_token_ids
         return body
 
     def _whole_choice(self, output: CompletionOutput) -> dict[str, Any]:
-        message, reason = self._form.message(output.text, output.finish_reason)
-        if self._echo:
-            message["content"] = self._echo + (message["content"] or "")
+        message, reason = self.form.message(output.text, output.finish_reason)
+        if self.echo:
+            message["content"] = self.echo + (message["content"] or "")
         choice: dict[str, Any] = {
             "index": output.index,
             "message": {"role": self._state.settings.response_role, **message},
-            "logprobs": self._choice_logprobs(output),
+            "logprobs": self.logprobs_of(output),
             "finish_reason": reason,
             "stop_reason": output.stop_reason,
         }
-        if self._request.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = output.token_ids
         return choice
 
-    async def events(self, job: Job) -> AsyncGenerator[bytes]:
-        """The answer piece by piece; each choice begins with the role."""
-        request = self._request
-        chunks = Chunks(
-            job.id, "chat.completion.chunk", self._state.now(), job.model, include_usage=request.include_usage
+    def logprobs_of(self, output: CompletionOutput) -> dict[str, Any] | None:
+        """Those of an output, in OpenAI's form; None where none were asked for."""
+        if self.logprobs is None:
+            return None
+        as_ids = bool(self.request.return_tokens_as_token_ids)
+        return chat_logprobs(self._state.texts, output.token_ids, output.logprobs or [], self.logprobs, as_ids=as_ids)
+
+
+class ChatPieces:
+    """The answer piece by piece, as Pieces; each choice begins with the role."""
+
+    def __init__(self, state: ServerState, writer: ChatWriter, job: Job) -> None:
+        request = writer.request
+        self._writer = writer
+        self._request = request
+        self._role = state.settings.response_role
+        self._count = job.params.n
+        self._chunks = Chunks(
+            job.id, "chat.completion.chunk", state.now(), job.model, include_usage=request.include_usage
         )
-        plain = self._form.plain and self._logprobs is None
-        plain = plain and not request.return_token_ids and not request.continuous_usage
-        usage = Usage()
-        readers: dict[int, ChoiceReader] = {}
-        async with aclosing(run_stream(self._state, job)) as outputs:
-            async for _, output in outputs:
-                usage.add(output, first=not readers)
-                so_far = usage.body() if request.continuous_usage else None
-                parts: list[str] = []
-                if not readers:
-                    more = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids else {}
-                    parts += [chunks.choice(self._first(index), so_far, **more) for index in range(job.params.n)]
-                    readers = {index: self._form.reader() for index in range(job.params.n)}
-                for choice in output.outputs:
-                    if plain and choice.finish_reason is None:
-                        if choice.text:
-                            parts.append(chunks.content(choice.index, choice.text))
-                    else:
-                        parts += [chunks.choice(body, so_far) for body in self._pieces(readers[choice.index], choice)]
-                if parts:
-                    yield "".join(parts).encode("ascii")
-        if request.include_usage:
-            yield chunks.usage(usage.body()).encode("ascii")
+        # What a piece has beside text, so that one may be needed where there is none.
+        self._bare = bool(writer.logprobs is not None or request.return_token_ids or request.continuous_usage)
+        self._plain = writer.form.plain and not self._bare
+        self._usage = Usage()
+        self._readers: dict[int, ChoiceReader] = {}
+
+    def of(self, index: int, output: RequestOutput) -> bytes:
+        """See Pieces."""
+        request, chunks, usage = self._request, self._chunks, self._usage
+        usage.add(output, first=not self._readers)
+        so_far = usage.body() if request.continuous_usage else None
+        parts: list[str] = []
+        if not self._readers:
+            more = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids else {}
+            parts += [chunks.choice(self._first(number), so_far, **more) for number in range(self._count)]
+            self._readers = {number: self._writer.form.reader() for number in range(self._count)}
+        for choice in output.outputs:
+            if self._plain and choice.finish_reason is None:
+                if choice.text:
+                    parts.append(chunks.content(choice.index, choice.text))
+            else:
+                parts += [chunks.choice(body, so_far) for body in self._bodies(choice)]
+        return "".join(parts).encode("ascii")
+
+    def last(self) -> bytes:
+        """See Pieces."""
+        return self._chunks.usage(self._usage.body()).encode("ascii") if self._request.include_usage else b""
 
     def _first(self, index: int) -> dict[str, Any]:
-        delta = {"role": self._state.settings.response_role, "content": self._echo}
+        delta = {"role": self._role, "content": self._writer.echo}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _pieces(self, reader: ChoiceReader, output: CompletionOutput) -> list[dict[str, Any]]:
+    def _bodies(self, output: CompletionOutput) -> list[dict[str, Any]]:
         """The choices' bodies for what is new; logprobs and the end come with the last."""
+        reader = self._readers[output.index]
         deltas = reader.feed(output.text, output.finish_reason)
-        bare = self._logprobs is not None or self._request.return_token_ids or self._request.continuous_usage
-        if not deltas and (output.finish_reason is not None or (bare and output.token_ids)):
-            deltas = [{"content": ""}] if self._form.plain else [{}]
-        pieces: list[dict[str, Any]] = [
+        if not deltas and (output.finish_reason is not None or (self._bare and output.token_ids)):
+            deltas = [{"content": ""}] if self._writer.form.plain else [{}]
+        bodies: list[dict[str, Any]] = [
             {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
-        if pieces:
-            pieces[-1]["logprobs"] = self._choice_logprobs(output)
+        if bodies:
+            bodies[-1]["logprobs"] = self._writer.logprobs_of(output)
             if self._request.return_token_ids:
-                pieces[-1]["token_ids"] = output.token_ids
+                bodies[-1]["token_ids"] = output.token_ids
             if output.finish_reason is not None:
-                pieces[-1]["finish_reason"] = reader.reason(output.finish_reason)
-                pieces[-1]["stop_reason"] = output.stop_reason
-        return pieces
-
-    def _choice_logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
-        if self._logprobs is None:
-            return None
-        as_ids = bool(self._request.return_tokens_as_token_ids)
-        return chat_logprobs(self._state.texts, output.token_ids, output.logprobs or [], self._logprobs, as_ids=as_ids)
+                bodies[-1]["finish_reason"] = reader.reason(output.finish_reason)
+                bodies[-1]["stop_reason"] = output.stop_reason
+        return bodies

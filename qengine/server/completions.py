@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
@@ -14,7 +12,7 @@ from qengine.outputs import CompletionOutput, RequestOutput
 from qengine.server.answers import EventStream, JSONAnswer
 from qengine.server.chunks import Chunks
 from qengine.server.errors import ApiError
-from qengine.server.generation import Job, Usage, run_stream, run_whole
+from qengine.server.generation import Job, Usage, run_pieces, run_whole
 from qengine.server.logprobs import completion_logprobs, prompt_logprobs
 from qengine.server.prompts import prompt_text, read_prompts
 from qengine.server.protocol_completions import CompletionRequest
@@ -51,7 +49,7 @@ async def create_completion(
     job = Job(answer_id, endpoint, model, prompts, params, request.priority or 0)
     log_request(state.settings, job)
     if request.stream:
-        return EventStream(state, lambda: writer.events(job))
+        return EventStream(state, lambda wire: run_pieces(state, job, CompletionPieces(state, writer, job), wire))
     return JSONAnswer(state, lambda: writer.body(job))
 
 
@@ -60,7 +58,7 @@ class CompletionWriter:
 
     def __init__(self, state: ServerState, request: CompletionRequest, prompts: list[Prompt]) -> None:
         self._state = state
-        self._request = request
+        self.request = request
         self._prompts = prompts
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self.prompt_only = bool(request.echo) and request.max_tokens == 0
@@ -73,7 +71,7 @@ class CompletionWriter:
             if self.prompt_only:
                 _drop_output(result)
             usage.add(result, first=True)
-            choices += [self._choice(index, result, output, whole=True) for output in result.outputs]
+            choices += [self.choice(index, result, output, whole=True) for output in result.outputs]
         return {
             "id": job.id,
             "object": KIND,
@@ -83,40 +81,7 @@ class CompletionWriter:
             "usage": usage.body(),
         }
 
-    async def events(self, job: Job) -> AsyncGenerator[bytes]:
-        """The answer piece by piece: the choices of prompt i are i * n and following."""
-        request, n = self._request, job.params.n
-        chunks = Chunks(job.id, KIND, self._state.now(), job.model, include_usage=request.include_usage)
-        plain = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
-        usage, begun = Usage(), set()
-        offsets: dict[int, int] = {}
-        echoed: set[int] = set()
-        async with aclosing(run_stream(self._state, job)) as outputs:
-            async for index, output in outputs:
-                if self.prompt_only:
-                    _drop_output(output)
-                usage.add(output, first=index not in begun)
-                begun.add(index)
-                parts = []
-                for choice in output.outputs:
-                    number = index * n + choice.index
-                    if plain and choice.finish_reason is None and (not request.echo or number in echoed):
-                        if choice.text:
-                            parts.append(chunks.text(number, choice.text))
-                        continue
-                    body = self._choice(
-                        index, output, choice, whole=False, first=number not in echoed, offset=offsets.get(number, 0)
-                    )
-                    echoed.add(number)
-                    if body["logprobs"] is not None:
-                        offsets[number] = offsets.get(number, 0) + sum(map(len, body["logprobs"]["tokens"]))
-                    parts.append(chunks.choice(body, usage.body() if request.continuous_usage else None))
-                if parts:
-                    yield "".join(parts).encode("ascii")
-        if request.include_usage:
-            yield chunks.usage(usage.body()).encode("ascii")
-
-    def _choice(
+    def choice(
         self,
         index: int,
         result: RequestOutput,
@@ -127,7 +92,7 @@ class CompletionWriter:
         offset: int = 0,
     ) -> dict[str, Any]:
         """A choice of prompt `index`. whole: not a piece of a stream; first: the choice's first piece."""
-        request, text, logprobs = self._request, output.text, None
+        request, text, logprobs = self.request, output.text, None
         echo = bool(request.echo) and first
         if echo:
             text = prompt_text(self._state, self._prompts[index], result.prompt_token_ids) + text
@@ -139,7 +104,7 @@ class CompletionWriter:
                 self._state.texts, ids, entries, request.logprobs, offset=offset, as_ids=self._as_ids
             )
         choice: dict[str, Any] = {
-            "index": index * self._request.count + output.index,
+            "index": index * self.request.count + output.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
@@ -152,6 +117,48 @@ class CompletionWriter:
             if first:
                 choice["prompt_token_ids"] = result.prompt_token_ids
         return choice
+
+
+class CompletionPieces:
+    """The answer piece by piece, as Pieces: the choices of prompt i are i * n and following."""
+
+    def __init__(self, state: ServerState, writer: CompletionWriter, job: Job) -> None:
+        request = writer.request
+        self._writer = writer
+        self._request = request
+        self._count = job.params.n
+        self._chunks = Chunks(job.id, KIND, state.now(), job.model, include_usage=request.include_usage)
+        self._plain = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
+        self._usage = Usage()
+        self._begun: set[int] = set()
+        self._echoed: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def of(self, index: int, output: RequestOutput) -> bytes:
+        """See Pieces."""
+        request, chunks, usage, echoed = self._request, self._chunks, self._usage, self._echoed
+        if self._writer.prompt_only:
+            _drop_output(output)
+        usage.add(output, first=index not in self._begun)
+        self._begun.add(index)
+        parts = []
+        for choice in output.outputs:
+            number = index * self._count + choice.index
+            if self._plain and choice.finish_reason is None and (not request.echo or number in echoed):
+                if choice.text:
+                    parts.append(chunks.text(number, choice.text))
+                continue
+            offset = self._offsets.get(number, 0)
+            body = self._writer.choice(index, output, choice, whole=False, first=number not in echoed, offset=offset)
+            echoed.add(number)
+            if body["logprobs"] is not None:
+                self._offsets[number] = offset + sum(map(len, body["logprobs"]["tokens"]))
+            parts.append(chunks.choice(body, usage.body() if request.continuous_usage else None))
+        return "".join(parts).encode("ascii")
+
+    def last(self) -> bytes:
+        """See Pieces."""
+        return self._chunks.usage(self._usage.body()).encode("ascii") if self._request.include_usage else b""
 
 
 def _drop_output(result: RequestOutput) -> None:

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from qengine.server.answers import dump
 from qengine.server.errors import ApiError
+from qengine.server.wire import offer
 
 if TYPE_CHECKING:
     Base: Any = object
@@ -26,7 +27,10 @@ HEAD_SECONDS = 30.0
 
 
 class BoundedHeads(Base):
-    """uvicorn's protocol of a connection. A head that is too long is answered 431; one that is too slow ends it."""
+    """uvicorn's protocol of a connection. A head that is too long is answered 431; one that is too slow ends it.
+
+    Requests find a way to write to it in their scope: see wire.py.
+    """
 
     _bytes = 0
     _timer: asyncio.TimerHandle | None = None
@@ -53,6 +57,12 @@ class BoundedHeads(Base):
             self._refuse()
         elif self._timer is None:
             self._wait()
+
+    def on_headers_complete(self) -> None:
+        """Of httptools."""
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # its task has not begun
+            offer(self.scope, self.cycle)
 
     def _in_head(self) -> bool:
         """Whether what comes next belongs to a request's head."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
+from qengine.outputs import RequestOutput
 from qengine.server.answers import EventStream, JSONAnswer, dump
-from qengine.server.generation import Job, Usage, run_stream, run_whole
+from qengine.server.generation import Job, Usage, run_pieces, run_whole
 from qengine.server.prompts import read_prompts
 from qengine.server.protocol_completions import GenerateRequest
 from qengine.server.request_log import log_request
@@ -43,7 +42,7 @@ async def generate(state: ServerState, request: GenerateRequest) -> Response:
     job = Job(f"gen-{request.request_id or uuid.uuid4().hex}", "/generate", model, prompts, params, priority)
     log_request(state.settings, job)
     if request.stream:
-        return EventStream(state, lambda: _events(state, job))
+        return EventStream(state, lambda wire: run_pieces(state, job, ShortPieces(), wire))
     return JSONAnswer(state, lambda: _body(state, job))
 
 
@@ -58,14 +57,18 @@ async def _body(state: ServerState, job: Job) -> dict[str, Any]:
     }
 
 
-async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes]:
-    """{"index", "text", "finish_reason"} of what is new."""
-    async with aclosing(run_stream(state, job)) as outputs:
-        async for _, output in outputs:
-            parts = [
-                {"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason}
-                for choice in output.outputs
-                if choice.text or choice.finish_reason
-            ]
-            if parts:
-                yield b"".join(b"data: " + dump(part) + b"\n\n" for part in parts)
+class ShortPieces:
+    """{"index", "text", "finish_reason"} of what is new, as Pieces."""
+
+    def of(self, index: int, output: RequestOutput) -> bytes:
+        """See Pieces."""
+        parts = (
+            {"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason}
+            for choice in output.outputs
+            if choice.text or choice.finish_reason
+        )
+        return b"".join(b"data: " + dump(part) + b"\n\n" for part in parts)
+
+    def last(self) -> bytes:
+        """See Pieces."""
+        return b""

@@ -1,5 +1,6 @@
 """benchmarks/http_overhead.py: its figures, and the whole of it at its smallest."""
 
+import asyncio
 import importlib.util
 import json
 import subprocess
@@ -57,6 +58,28 @@ def test_the_tokenizer_has_the_models_size_and_gives_text(script, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 2000
     assert len(tokenizer.decode(list(range(1000, 1100)))) >= 200
+
+
+def test_a_round_waits_until_the_engine_rests(script, monkeypatch):
+    import http_overhead_sides as sides
+
+    monkeypatch.setattr(sides, "LOOK_SECONDS", 0.02)
+
+    class Target:
+        def __init__(self, spent):
+            self.used, self.spent, self.looks = 0.0, list(spent), 0
+
+        async def cpu_seconds(self):
+            self.looks += 1
+            self.used += self.spent.pop(0) if self.spent else 0.0
+            return self.used
+
+    for spent, looks in (([], 4), ([0, 0.02, 0, 0, 0.02], 8), ([0, 0.02, 0.02], 6)):
+        target = Target(spent)
+        asyncio.run(sides.settled(target))
+        assert target.looks == looks
+    monkeypatch.setattr(sides, "MOST_SECONDS", 0.1)
+    assert asyncio.run(sides.settled(Target([1.0] * 1000))) < 5
 
 
 @pytest.mark.slow

@@ -8,28 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_convert import convertible, quick_convert
+from tiny_convert import Stop, contents, convertible, quick_convert, stop_after
 
 from qengine.convert.activations import Activations, fitting
 from qengine.errors import CheckpointError, ConfigError
 
 SCRIPT = Path(__file__).parent.parent / "support" / "killed_conversion.py"
-
-
-class Stop(Exception):
-    """Not a QEngineError: a defect or an interrupt, which keeps the work done."""
-
-
-def stop_after(layers):
-    def progress(done, total):
-        if done == layers:
-            raise Stop
-
-    return progress
-
-
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +50,19 @@ def test_every_layer_is_a_place_to_go_on_from(method, tmp_path, text_file, monke
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert len(report.layers) == 21
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+
+
+def test_a_head_that_is_left_still_has_its_inputs(tmp_path, text_file):
+    _, folder = convertible()
+    options = {"method": "gptq", "keep": {"lm_head": 8}}
+    quick_convert(folder, tmp_path / "whole", text_file, **options)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    with pytest.raises(Stop):
+        quick_convert(folder, tmp_path / "out", text_file, progress=stop_after(layers), **options)
+    report = quick_convert(folder, tmp_path / "out", text_file, resume=True, **options)
+    assert report.layers[-1].name == "lm_head"
+    assert report.layers[-1].method == "gptq"
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_dropped_windows_stay_dropped(tmp_path, text_file, monkeypatch):

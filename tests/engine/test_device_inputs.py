@@ -90,12 +90,12 @@ def test_a_mixed_graph_has_rows_for_single_tokens_and_then_for_prefills():
         item(2, [5] * 40, 0, 40, [9, 8, 7], 1),
     ]
     shape = shapes.of(71, 1, 2)
-    assert (shape.tokens, shape.sequences, shape.prefills) == (128, 32 + 16, 16)
+    assert (shape.tokens, shape.sequences, shape.prefills) == (128, 16 + 16, 16)
     views = fill(InputStaging(torch.device("cpu"), SIZE), items, shape)
     assert views.query_starts.tolist() == [1, 31, *[71] * 15]
-    assert views.seq_lens.tolist() == [2, *[0] * 31, 30, 40, *[0] * 14]
+    assert views.seq_lens.tolist() == [2, *[0] * 15, 30, 40, *[0] * 14]
     assert views.tables[0].tolist() == [3, 0, 0, 0]
-    assert views.tables[32:34].tolist() == [[1, 2, 0, 0], [9, 8, 7, 0]]
+    assert views.tables[16:18].tolist() == [[1, 2, 0, 0], [9, 8, 7, 0]]
     assert views.lasts.tolist()[:2] == [0, 70], "rows of the logits are for the sequences that sample, in order"
     assert views.slots.tolist()[71:] == [-1] * 57
     assert views.slots.tolist()[0] == 3 * SIZE + 1
@@ -154,14 +154,16 @@ def test_unknown_tokens_are_taken_from_the_step_before():
     assert resolve_ids(views.ids, torch.tensor([50, 51, 52, 53])).tolist() == [53, 8]
 
 
+@pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("largest", [1, 2, 7, 16, 100, 256, 300])
-def test_batch_sizes_reach_the_largest_and_waste_little(largest):
-    sizes = batch_sizes(largest)
+def test_batch_sizes_reach_the_largest_and_waste_little(largest, tile):
+    sizes = batch_sizes(largest, tile)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == largest
     for rows in range(1, largest + 1):
         size = next(s for s in sizes if s >= rows)
-        assert size - rows <= max(1, rows * 0.5), rows
+        assert size < 2 * rows, rows
+        assert size in (1, 2, 4, 8, 16, 32, 64, largest) or size % tile == 0, "a tile of a product is not full"
 
 
 def test_samples_come_back_in_the_engines_order():

@@ -51,6 +51,27 @@ def test_a_users_table_comes_first(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
         launch.forget_tables()
 
 
+def test_a_row_between_the_buckets_serves_what_it_holds(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(*sizes: int, split: int) -> list[dict]:
+        shape = {"n": 4096, "k": 4096, "bits": 4, "group": 128}
+        return [{"m": m, **shape, "launch": Launch(bm=64, bn=64, warps=4, split=split + m).__dict__} for m in sizes]
+
+    monkeypatch.setenv("QENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch, "TABLES", tmp_path)
+    (tmp_path / "sm75.json").write_text(json.dumps({"count": 40, "rows": rows(48, 64, 128, split=-47)}))
+    launch.forget_tables()
+    try:
+        assert [pick(m, 4096, 4096, 128, 75, 65536).split for m in (33, 48, 49, 64)] == [1, 1, 17, 17]
+        assert pick(32, 4096, 4096, 128, 75, 65536).bm == 32, "rows of another bucket are for the rule"
+        (tmp_path / "cache" / "launch").mkdir(parents=True)
+        mine = {"count": 40, "rows": rows(64, split=-44)}
+        (tmp_path / "cache" / "launch" / "sm75x40.json").write_text(json.dumps(mine))
+        launch.forget_tables()
+        assert pick(40, 4096, 4096, 128, 75, 65536).split == 20, "what the user measured comes before a finer row"
+    finally:
+        launch.forget_tables()
+
+
 def test_splits_fill_the_card_in_whole_rounds() -> None:
     assert launch.split_for(1, 4096, 4096, 8, 64, 128, 512) == 8
     assert launch.split_for(512, 22016, 4096, 64, 128, 128, 80) == 1
@@ -61,4 +82,4 @@ def test_shipped_tables_name_real_launches() -> None:
     for path in launch.TABLES.glob("sm*.json"):
         for row in json.loads(path.read_text())["rows"]:
             Launch(**row["launch"])
-            assert row["m"] in launch.BUCKETS
+            assert row["m"] in (*launch.BUCKETS, *launch.FINER)

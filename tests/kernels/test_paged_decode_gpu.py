@@ -28,6 +28,7 @@ CASES = [
     *[Case(SHORT, k, 64, 6, 3, b) for k, b in (("float16", 8), ("float16", 1024), ("int8", 8), ("int4", 128))],
     *[Case((100, 900, 5), k, 128, 8, 2, 32, 30.0, 77) for k in ("float16", "int4")],
     *[Case(MIXED, k, 128, 8, 2, 32) for k in ("float16", "int8", "int4")],
+    *[Case(lens, k, 128, 3, 3) for k in ("float16", "int8") for lens in (SHORT, MIXED)],
     *[Case(SHORT, "int4", d, h, k, offsets=2) for d, h, k in ((32, 14, 2), (80, 14, 2), (128, 28, 4), (256, 14, 2))],
     Case((100, 900, 5), "int4", 128, 8, 2, 32, 30.0, 77, offsets=2),
     Case(MIXED, "int4", 128, 40, 2, 32, offsets=2),

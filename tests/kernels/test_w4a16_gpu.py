@@ -44,7 +44,7 @@ LAUNCHES = [
             bm=bm, bn=bn, split=2, whole=1, warps=w, stages=s, scaled=True, pdl=p, tma=True, overlap=True, spread=p == 2
         )
         for p in PDL
-        for bm, bn, w, s in ((64, 64, 4, 3), (128, 64, 4, 2), (256, 128, 8, 3))
+        for bm, bn, w, s in ((64, 64, 4, 3), (128, 64, 4, 2), (128, 256, 8, 3), (256, 128, 8, 3))
     ],
     *[Launch(bm=64, bn=64, split=s, whole=w, scaled=True, spread=True) for s, w in ((2, 0), (3, 2), (9, 0))],
     Launch("dequantize"),

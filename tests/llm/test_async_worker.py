@@ -11,6 +11,7 @@ import pytest
 from fake_runner import expected, fake_engine
 
 from qengine.async_llm import AsyncLLM, EngineDeadError, QueueFullError, RequestOutputKind
+from qengine.engine import async_worker
 from qengine.engine.async_delivery import Delivery
 from qengine.errors import ConfigError, QEngineError, RequestError
 from qengine.sampling_params import SamplingParams
@@ -490,6 +491,7 @@ def test_draining_finishes_what_is_open():
 def test_an_idle_engine_sleeps():
     async def scenario(llm, fake):
         await collect(llm, [1], greedy(3))
+        await until(lambda: llm._worker._warm)
         waits, wake = [], llm._worker._wake
         wait = wake.wait
         wake.wait = lambda *a: waits.append(a) or wait(*a)
@@ -593,3 +595,45 @@ def test_a_dropped_front_stops_the_thread():
     gc.collect()
     worker.join(LIMIT)
     assert fake.closed
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(async_worker, "IDLE_SECONDS", 0.02)
+
+
+def test_pauses_are_used_to_warm_up(short_pauses):
+    async def scenario(llm, fake):
+        fake.runner.cold = 3
+        await llm.start()
+        await until(lambda: not fake.runner.cold)
+        assert (await collect(llm, [1, 2, 3]))[-1].outputs[0].token_ids == expected([1, 2, 3], 8)
+        await until(lambda: llm._worker._warm)
+
+    serve(scenario)
+
+
+def test_a_request_interrupts_the_warming_up_which_goes_on_later(short_pauses):
+    async def scenario(llm, fake):
+        fake.runner.cold = 10**6
+        await llm.start()
+        await until(lambda: fake.runner.cold < 10**6)
+        assert (await asyncio.wait_for(collect(llm, [1, 2, 3]), 5))[-1].outputs[0].token_ids == expected([1, 2, 3], 8)
+        left = fake.runner.cold
+        await until(lambda: fake.runner.cold < left)
+
+    serve(scenario)
+
+
+def test_an_engine_that_cannot_be_warmed_up_serves(short_pauses, caplog):
+    async def scenario(llm, fake):
+        def fail(stop):
+            raise RuntimeError("no such kernel")
+
+        fake.runner.warm_up = fail
+        await llm.start()
+        await until(lambda: "no such kernel" in caplog.text)
+        assert (await collect(llm, [1, 2, 3]))[-1].outputs[0].token_ids == expected([1, 2, 3], 8)
+        assert caplog.text.count("could not be warmed up") == 1
+
+    serve(scenario)

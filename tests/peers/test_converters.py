@@ -118,6 +118,8 @@ def test_the_comparing_benchmark(tmp_path, smollm2, converters):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = {row["way"]: row for row in json.loads(table.read_text())["rows"]}
     assert set(rows) == set(ways)
+    assert {bar["bar"] for bar in json.loads(table.read_text())["bars"]} == {"AWQ", "GPTQ"}
+    assert rows["autoawq"]["versions"]["autoawq"] == "0.2.9"
     for way, row in rows.items():
         assert -0.05 < row["over"] < 0.3, f"{way}: {row}"
         assert row["seconds"] > 0

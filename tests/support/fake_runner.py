@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from dataclasses import replace
 
 from fake_device import FakeDevice
@@ -56,7 +57,8 @@ class FakeRunner:
     """overlaps: steps run when their results are asked for, so that the next one is launched before. later: how many
     of them were not drawn yet when they were launched.
 
-    fail_at: numbers of the steps (from 1) that fail: while they are launched, or when their results are asked for.
+    cold: things that `warm_up` has to do. fail_at: numbers of the steps (from 1) that fail: while they are launched, or
+    when their results are asked for.
     """
 
     def __init__(self, block_size, vocab=VOCAB, num_blocks=4096, num_cpu_blocks=0, seed=0, overlaps=False):
@@ -72,6 +74,7 @@ class FakeRunner:
         self.steps = []
         self.copies = 0
         self.nan_after = None
+        self.cold = 0
         self.calls = 0
         self.fail_at = ()
 
@@ -116,6 +119,12 @@ class FakeRunner:
 
         flight = Flight(result, draw)
         return flight if self.overlaps else Done(flight.result())
+
+    def warm_up(self, stop=lambda: False):
+        while self.cold and not stop():
+            self.cold -= 1
+            time.sleep(0.001)
+        return not self.cold
 
     def close(self):
         self.space.close()

@@ -1,10 +1,11 @@
-"""The packed GEMM under NVIDIA's compute-sanitizer, on a machine with a GPU:
+"""The packed GEMM and the attention kernels under NVIDIA's compute-sanitizer, on a machine with a GPU:
 
     python tests/support/sanitize.py           # memcheck, synccheck, racecheck; exit status 0 where all are clean
 
 compute-sanitizer comes with the CUDA toolkit (or `pip install nvidia-cuda-sanitizer-api`, or COMPUTE_SANITIZER=path).
-Each tool runs a small set of layers through this file's --cases: every kind of launch, sizes that fill no tile,
-act-order, split sums. For memcheck torch's allocator is off, so that a read past the end of a tensor is seen.
+Each tool runs a small set through this file's --cases: of layers every kind of launch, sizes that fill no tile,
+act-order, split sums; of attention every kind of cache, decode in one part and in many, prefill, writes of keys.
+For memcheck torch's allocator is off, so that a read past the end of a tensor is seen.
 
 racecheck takes the launches whose products are `mma.sync`: on an H200 with CUDA 13.0 it ends with an internal error of
 its own ("failed to handle a hardware exception") on kernels that the other tools find clean. `--racecheck LEVEL` tries
@@ -25,7 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "synccheck", "racecheck")
 LEVELS = ("mma", "wgmma", "tma")
-KERNELS = "kernel_substring=w4a16_gemm", "kernel_substring=dequantize_rows"
+KERNELS = tuple(
+    f"kernel_substring={name}"
+    for name in ("w4a16_gemm", "dequantize_rows", "paged_decode", "prefill_kernel", "write_kv")
+)
 
 
 def find_tool() -> str | None:
@@ -87,6 +91,42 @@ def launches(level: str) -> int:
     return len(found)
 
 
+def attention() -> int:
+    """Decode, prefill and cache writes of every kind of cache; how many."""
+    import decode_cases
+    import kv_cache_cases
+    import prefill_cases
+    import torch
+
+    from qengine.kernels.paged_attn.decode import paged_decode
+    from qengine.kernels.paged_attn.prefill import paged_prefill
+    from qengine.kernels.paged_attn.write import write_kv
+
+    kinds, short, ragged, count = ("float16", "int8", "int4"), (1, 0, 17, 300, 129), ((33, 70), (1, 9), (90, 0)), 0
+    for kind in kinds:
+        offsets = 1 + (kind == "int4")
+        for lens, size in ((short, 80), (short, 256), ((5000, 3, 700), 128)):
+            case = decode_cases.Case(lens, kind, size, 14, 2, offsets=offsets)
+            step = decode_cases.make(case, "cuda")
+            out = torch.full(step.q.shape, float("nan"), dtype=case.dtype, device="cuda")
+            paged_decode(step.q, step.cache, step.tables, step.lens, out, max_seq_len=max(lens), **case.options)
+            assert decode_cases.error(out, step.exact) < decode_cases.TOLERANCE[case.dtype], case
+        for size, block in ((64, 16), (128, 64), (80, 16)):
+            one = prefill_cases.Case(kind, 14, 2, size, block, ragged, offsets=offsets)
+            chunk = prefill_cases.make(one, "cuda")
+            paged_prefill(
+                chunk.q, chunk.cache, chunk.block_tables, chunk.seq_lens, chunk.query_starts, chunk.out,
+                max_query_len=max(n for n, _ in ragged), **chunk.options,
+            )  # fmt: skip
+            assert prefill_cases.error(chunk, one) < prefill_cases.TOLERANCE[(kind, one.dtype)], one
+        new = kv_cache_cases.Case(kind, 96, (2, 2), 40, rotary=96)
+        inputs, pool = kv_cache_cases.make(new).to("cuda"), kv_cache_cases.pool_for(new, "cuda")
+        write_kv(inputs.qkv, pool.layer(1), inputs.slots, **inputs.options)
+        count += 7
+    torch.cuda.synchronize()
+    return count
+
+
 def run_tool(tool: str, name: str, level: str) -> int:
     """Run the cases of a level under one tool; its exit status."""
     paths = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
@@ -111,7 +151,7 @@ def main() -> int:
     parser.add_argument("--racecheck", choices=LEVELS, default="mma", help="the level that racecheck takes")
     options = parser.parse_args()
     if options.cases:
-        count = launches(options.cases) + (chosen() if options.cases == "tma" else 0)
+        count = launches(options.cases) + (chosen() + attention() if options.cases == "tma" else 0)
         print(f"{count} cases are right")
         return 0
     tool = find_tool()

@@ -21,3 +21,22 @@ def quick_convert(folder, out, text, **options):
     return convert_checkpoint(
         folder, out, calibration=text, **{"samples": 4, "seq_len": 48, "group_size": 32, **options}
     )
+
+
+class Stop(Exception):
+    """Not a QEngineError: a defect or an interrupt, which keeps the work done."""
+
+
+def stop_after(layers):
+    """A progress function that raises Stop when so many layers are done."""
+
+    def progress(done, total):
+        if done == layers:
+            raise Stop
+
+    return progress
+
+
+def contents(folder):
+    """File name -> bytes."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
