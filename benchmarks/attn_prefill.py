@@ -89,7 +89,9 @@ def make(shape: Shape) -> tuple[torch.Tensor, LayerCache, torch.Tensor, torch.Te
         new, new_scales = quantize(torch.randn(*values.shape[:3], shape.head_dim, device="cuda"), shape.kind)
         values.copy_(new)
         if scales is not None and new_scales is not None:
-            scales.copy_(new_scales)
+            scales[..., : new_scales.shape[-1]] = new_scales
+            if scales.shape[-1] == 4:  # a 4-bit key's scale and an offset for each half
+                scales[..., 2] = new_scales[..., 1]
     tables = torch.randperm(per * shape.sequences, device="cuda").int().view(shape.sequences, per)
     lens = torch.full((shape.sequences,), length, dtype=torch.int32, device="cuda")
     starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device="cuda") * shape.new

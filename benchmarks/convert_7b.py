@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from qengine.bench.about import commit, versions
 from qengine.checkpoint.writer import Entry, write_json, write_shards
 from qengine.random_model import SHAPES
 
@@ -224,7 +225,10 @@ def main() -> None:
         rows.append(measure(method, args, source))
         print(json.dumps(rows[-1]), file=sys.stderr)  # so that a run cut short has said something
     name = torch.cuda.get_device_name() if args.device != "cpu" else "cpu"
-    result = {"shape": args.shape, "layers": args.layers, "device": name, "samples": args.samples, "rows": rows}
+    result = {
+        "shape": args.shape, "layers": args.layers, "device": name, "samples": args.samples, "commit": commit(),
+        "versions": versions(), "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "rows": rows,
+    }  # fmt: skip
     if args.json:
         print(json.dumps(result))
         return

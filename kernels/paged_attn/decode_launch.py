@@ -118,9 +118,8 @@ def pick_decode(shape: DecodeShape, rows: int, max_seq_len: int, sm: int) -> Dec
 
     What limits it are registers: a lane's share of a tile of keys and of one of values is in flight at once, 64
     registers each at most. With asynchronous memory to fill, one warp a program was the fastest on an H200 for every
-    kind, batch and context (benchmarks/attn_decode.py --sweep), of int8 with a query head a KV head eleven smaller ones
-    on a multiprocessor; Turing's rule is set so that nothing spills. Bringing tiles to L2 makes int4 a tenth faster
-    there, whose loads the assembler puts off the most, and other kinds slower.
+    kind, batch and context (benchmarks/attn_decode.py --sweep); Turing's rule is set so that nothing spills. Bringing
+    tiles to L2 makes int4 a tenth faster there, whose loads the assembler puts off the most, and other kinds slower.
     """
     return replace(_tiles(shape, sm), pdl=sm >= 90)
 
@@ -140,8 +139,6 @@ def _tiles(shape: DecodeShape, sm: int) -> DecodeLaunch:
     if shape.row_groups == 2:
         fetch = 0 if ahead and sm < 90 else 2
         return DecodeLaunch(1, 16 if bytes_a_lane == 4 else 32, fetch, per_sm=8, skip=True, ahead=ahead)
-    if sm == 90 and shape.kind == "int8" and shape.group == 1:
-        return DecodeLaunch(1, 32, 2, per_sm=11, registers=184, skip=True)
     return DecodeLaunch(1, 32 if bytes_a_lane == 4 else 64, 2, per_sm=8, skip=True, ahead=ahead)
 
 

@@ -99,7 +99,9 @@ def error(step: Step, case: Case) -> float:
     exact = torch.zeros(step.q.shape, dtype=torch.float32, device=step.q.device)
     tables = step.block_tables, step.seq_lens, step.query_starts
     paged_prefill_ref(step.q, step.cache, *tables, exact, **step.options)
-    worst, row = _relative(step.out[start:stop].float(), exact[start:stop]), start
+    # the error of a row or two, as of one sequence among others, may be half as large again as that of many
+    share = 1 if stop - start >= 16 else 2 / 3
+    worst, row = _relative(step.out[start:stop].float(), exact[start:stop]) * share, start
     for new, _ in case.lens:
         if new:
             worst = max(worst, _relative(step.out[row : row + new].float(), exact[row : row + new]) * 2 / 3)
