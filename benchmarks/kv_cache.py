@@ -11,11 +11,14 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from qengine.bench.about import commit, versions
 from qengine.kernels.paged_attn.blocks import LINK, gather_blocks, run_move, scatter_blocks
 from qengine.kernels.paged_attn.cache import KINDS, BlockLayout, Kind, KVPool
 from qengine.kernels.paged_attn.write import WriteLaunch, choose_write, run_write
@@ -135,7 +138,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["float16", "int8", "int4"], help="kinds of cache")
     parser.add_argument("--no-swaps", action="store_true", help="leave the swaps out")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy_gbs": copy_gbs(), "writes": []}
+    about = {"versions": versions(), "commit": commit(), "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), **about, "copy_gbs": copy_gbs(), "writes": []}
     if not arguments.json:
         print(f"{result['device']}: a copy on the device moves {result['copy_gbs']:.0f} GB/s", flush=True)
     for row in writes(arguments.models, arguments.kinds, arguments.sweep):

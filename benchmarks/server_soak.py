@@ -41,7 +41,11 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks_override": 256,
     "max_num_seqs": 48,
     "scheduling_policy": "priority",
+    "priority_ageing": 5,
 }
+TIMEOUT = 120
+"""Seconds that a client waits for the next bytes. Priorities go from -2 to 2: where more arrives than is served, a
+request of priority 2 comes after all of priority -2 that arrive in the next 4 * priority_ageing seconds."""
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 WRONG: list[dict[str, Any]] = [
     {"prompt": [999_999]},
@@ -59,13 +63,15 @@ GROWTH = 0.05
 
 
 class Soak:
-    """The load. counts: what happened, by kind; problems: what must not."""
+    """The load. counts: what happened, by kind; problems: what must not; longest: seconds that those who read
+    at once took, by priority."""
 
     def __init__(self, base: str, seed: int, limit: int) -> None:
         self.base = base
         self.rng = random.Random(seed)
         self.counts: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
+        self.longest: dict[int, float] = {}
         self._most = limit
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -73,7 +79,7 @@ class Soak:
         """Arrivals for so long, then wait for the last ones."""
         self._limit = asyncio.Semaphore(self._most)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        async with httpx.AsyncClient(base_url=self.base, timeout=120, limits=limits) as self.client:
+        async with httpx.AsyncClient(base_url=self.base, timeout=TIMEOUT, limits=limits) as self.client:
             end, next_health = time.monotonic() + seconds, 0.0
             while time.monotonic() < end:
                 await self._limit.acquire()
@@ -103,6 +109,19 @@ class Soak:
             return
         path, body = self._body()
         body["stream"] = kind in ("stream", "leave", "slow")
+        priority, start = body.get("priority", 0), time.monotonic()
+        try:
+            await self._send(kind, path, body)
+        except httpx.TimeoutException:
+            stats = (await self.client.get("/stats")).json()
+            self.problems.append(
+                f"no bytes in {TIMEOUT} s, {kind}, priority {priority}, {stats['running']} run and {stats['waiting']} "
+                f"wait: {json.dumps(body)[:200]}"
+            )
+        if kind != "slow":
+            self.longest[priority] = max(self.longest.get(priority, 0), time.monotonic() - start)
+
+    async def _send(self, kind: str, path: str, body: dict[str, Any]) -> None:
         if kind == "whole":
             self._check((await self.client.post(path, json=body)).status_code)
         elif kind == "leave_whole":
@@ -230,6 +249,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "requests": dict(soak.counts),
         "problems": soak.problems[:10],
         "problem_count": len(soak.problems),
+        "longest_seconds_by_priority": {str(level): round(soak.longest[level], 2) for level in sorted(soak.longest)},
         "rss_mib": {
             "start": samples[0] / 2**20,
             "end": last / 2**20,

@@ -13,7 +13,7 @@ from qengine.config import EngineConfig
 from qengine.engine.cuda_graphs import TOKENS
 from qengine.engine.cuda_swap import STAGING_BYTES
 from qengine.engine.gpu_memory import GIB, MemoryLimit, context_bytes, is_small, memory_limit
-from qengine.engine.gpu_runner import GpuRunner
+from qengine.engine.gpu_runner import GpuRunner, LaunchedStep
 from qengine.engine.key_axes import key_axes
 from qengine.engine.memory import CachePlan, fit_length
 from qengine.engine.memory_guard import MemoryGuard
@@ -178,8 +178,16 @@ def _measure(
         before = torch.cuda.memory_reserved(device)
         runner = _runner(model, pool, config, max_model_len, vocab_size, stream)
         torch.cuda.reset_peak_memory_stats(device)
+        under_way: LaunchedStep | None = None
         for items in largest_steps(tokens, rows, max_model_len, size, TOKENS[-1]):
-            runner.run(items, [])
+            # as the engine does it: what one step holds until its tokens are there is held beside the next
+            launched = runner.launch(items, [])
+            if under_way is not None:
+                under_way.result()
+            under_way = launched
+        if under_way is not None:
+            under_way.result()
+        del under_way, launched
         step = torch.cuda.max_memory_reserved(device) - before
         graphs = runner.most_graphs * model.spec.num_layers * GRAPH_LAYER_BYTES
     except torch.cuda.OutOfMemoryError as error:

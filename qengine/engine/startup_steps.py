@@ -37,13 +37,21 @@ def singles(rows: int, params: SamplingParams = CUT) -> list[StepItem]:
     return items
 
 
-def largest_steps(tokens: int, rows: int, longest: int, block_size: int, most_captured: int) -> list[list[StepItem]]:
-    """The steps that take most memory: `tokens` of prompts; as many as a graph may hold, as a prompt beside sequences
-    with one token each, which all sample; and these alone."""
-    most = min(tokens, most_captured)
-    alone = singles(min(rows - 1, most - 2)) if rows > 1 and most > 2 else []
-    rest = most - len(alone)
+def mixed(tokens: int, rows: int, longest: int, block_size: int) -> list[StepItem]:
+    """A step of `tokens`: sequences with one token each, as many of `rows` as can be, beside prompts; rows sample."""
+    alone = singles(min(rows - 1, tokens - 2)) if rows > 1 and tokens > 2 else []
+    rest = tokens - len(alone)
     prompt = prompts(rest, min(longest, rest), block_size, GREEDY)
-    mixed = [*alone, *(replace(item, seq_id=item.seq_id - rows) for item in prompt)]
+    return [*alone, *(replace(item, seq_id=item.seq_id - rows) for item in prompt)]
+
+
+def largest_steps(tokens: int, rows: int, longest: int, block_size: int, most_captured: int) -> list[list[StepItem]]:
+    """The steps that take most memory, where each is launched before the one ahead of it is waited for.
+
+    `tokens` of prompts; twice so many with the most sequences that sample: the logits of one step are held
+    beside the activations of the next. Then as many tokens as a graph may hold, likewise, and single tokens alone.
+    """
+    most = min(tokens, most_captured)
     large = [] if tokens == most else [prompts(tokens, min(longest, tokens), block_size)]
-    return [*large, mixed, singles(rows)]
+    large += [mixed(tokens, rows, longest, block_size) for _ in range(2 * len(large))]
+    return [*large, mixed(most, rows, longest, block_size), singles(rows)]

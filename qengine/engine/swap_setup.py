@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from qengine.config import CacheConfig, EngineConfig
-from qengine.engine.step import StepItem, StepRunner
+from qengine.engine.startup_steps import GREEDY, prompts
+from qengine.engine.step import StepRunner
 from qengine.engine.swap import SwapSpace
 from qengine.engine.swap_policy import LATE_SECONDS, SwapPolicy
 
@@ -109,13 +110,12 @@ def swap_policy(
 def prefill_rate(runner: StepRunner, tokens: int, block_size: int, repeats: int = 1) -> float:
     """Prompt tokens a second in a step of one prompt of `tokens`, the best of `repeats`; the blocks from 0 on are used.
 
-    One position is scored, so that the step is over when its result is there.
+    It samples a token, so that the step is over when its result is there.
     """
-    blocks = list(range(-(-tokens // block_size)))
     times = []
     for _ in range(repeats + 1):  # the first one compiles
-        item = StepItem(-1, [0] * (tokens + 1), 0, tokens, blocks, scored=range(tokens - 1, tokens))
+        items = prompts(tokens, tokens, block_size, GREEDY)
         start = time.perf_counter()
-        runner.run([item], [])
+        runner.run(items, [])
         times.append(time.perf_counter() - start)
     return tokens / max(min(times[1:]), 1e-9)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from qengine.engine.compile_client import CompileClient
 from qengine.engine.dry_steps import precompiler
 from qengine.engine.launch_recorder import KernelSpec, kernel_key, recorded_launches
 from qengine.engine.precompile import MOST_WORKERS, WORKER_BYTES, count_workers, layer_kind
+from qengine.engine.startup_steps import largest_steps
+from qengine.engine.swap_setup import prefill_rate, timed_tokens
 from qengine.errors import ConfigError
 from qengine.kernels import turing
 from qengine.kernels.fused.embedding import run_embedding
@@ -72,6 +75,32 @@ def test_a_dry_run_finds_every_kernel_of_the_first_steps(sm, monkeypatch, cache)
     assert {spec.target.arch for spec in first.values()} == {sm}
     assert all(spec.options["num_stages"] == 1 for key, spec in first.items() if sm == 75 and "gemm" in key[0])
     assert not any(cache.iterdir()), "a dry run compiles nothing"
+
+
+def test_the_steps_that_an_engine_times_at_its_start_are_among_those_compiled_first(monkeypatch, cache):
+    with ghost_card(monkeypatch, 90):
+        ahead = precompiler(config(swap_space=1), torch.float16, DEVICE, 512, SPEC.vocab_size)
+        steps = ahead._steps[0].args[0]()
+        ahead.close()
+    timed = []
+    runner = SimpleNamespace(run=lambda items, copies: timed.append(items))
+    prefill_rate(runner, timed_tokens("cuda", config(), 512), config().cache.block_size)
+
+    def form(items):
+        return [(item.start, item.end, item.scored, len(item.rows)) for item in items]
+
+    assert {str(form(items)) for items in timed} <= {str(form(items)) for items in steps}
+
+
+def test_the_largest_steps_have_all_that_may_sample_beside_prompts(monkeypatch):
+    steps = largest_steps(2048, 256, 1024, 16, 1024)
+    sizes = [sum(item.end - item.start for item in items) for items in steps]
+    drawn = [sum(len(item.rows) for item in items) for items in steps]
+    assert sizes == [2048, 2048, 2048, 1024, 256]
+    assert drawn == [0, 256, 256, 256, 256], "two of the largest in turn: one's logits beside the next"
+    assert [sum(i.end - i.start for i in items) for items in largest_steps(512, 256, 1024, 16, 1024)] == [512, 256]
+    for items in steps:
+        assert len({item.seq_id for item in items}) == len(items)
 
 
 def test_settings_change_what_is_found(monkeypatch, cache):
