@@ -20,16 +20,18 @@ STAGING_BYTES = 32 << 20
 class PinnedBlocks:
     """uint8 [num_blocks, L, block_bytes] in CPU memory that a GPU's copy engines read and write.
 
-    Exactly the size asked for (torch's own pinned allocations are rounded up to powers of two), until `close`. Raises
+    memory: uint8, of that many bytes; pinning is faster where all pages of it are there. Without it, exactly the size
+    asked for is allocated (torch's own pinned allocations are rounded up to powers of two), until `close`. Raises
     CapacityError if the system does not give so much.
     """
 
-    def __init__(self, num_blocks: int, num_layers: int, block_bytes: int) -> None:
+    def __init__(self, num_blocks: int, num_layers: int, block_bytes: int, memory: torch.Tensor | None = None) -> None:
         nbytes = num_blocks * num_layers * block_bytes
         try:
-            self.tensor = torch.empty((num_blocks, num_layers, block_bytes), dtype=torch.uint8)
+            memory = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory
         except RuntimeError as error:
             raise CapacityError(f"{_asked(nbytes)} cannot be allocated: {error}; lower swap_space") from error
+        self.tensor = memory.view(num_blocks, num_layers, block_bytes)
         code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
         self._registered = int(code) == 0
         if not self._registered:
@@ -49,7 +51,7 @@ class PinnedBlocks:
 
 
 class CudaSwapDevice:
-    """See SwapDevice. compute: the stream on which the runner enqueues its steps.
+    """See SwapDevice. compute: the stream on which the runner enqueues its steps. memory: for PinnedBlocks.
 
     The pieces of some blocks are gathered into one buffer on the device, or scattered from it, and the buffer crosses
     PCIe by a copy engine, beside which kernels of the compute stream run undisturbed (kernels that reach over PCIe
@@ -57,7 +59,9 @@ class CudaSwapDevice:
     are on the swap stream, one after the other. The device is waited for in `synchronize` only.
     """
 
-    def __init__(self, pool: KVPool, num_cpu_blocks: int, compute: torch.cuda.Stream) -> None:
+    def __init__(
+        self, pool: KVPool, num_cpu_blocks: int, compute: torch.cuda.Stream, memory: torch.Tensor | None = None
+    ) -> None:
         layers, piece = pool.num_layers, pool.layout.block_bytes
         self.num_blocks = pool.num_blocks
         self.num_cpu_blocks = num_cpu_blocks
@@ -65,7 +69,7 @@ class CudaSwapDevice:
         self._pool = pool
         self._depth = buffered_pieces(layers, piece)
         self._staging = torch.empty((self._depth, piece), dtype=torch.uint8, device=pool.storage.device)
-        self._host = PinnedBlocks(num_cpu_blocks, layers, piece)
+        self._host = PinnedBlocks(num_cpu_blocks, layers, piece, memory)
         self._compute = compute
         # Its kernels are short, and what waits for them is long: they go before others.
         self._swap = torch.cuda.Stream(pool.storage.device, priority=-1)

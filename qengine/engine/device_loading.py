@@ -72,6 +72,11 @@ def cache_layout(config: EngineConfig, spec: ModelSpec, kind: Kind) -> BlockLayo
         raise ConfigError(f"{error}; block_size on a GPU is 8 to 1024") from None
 
 
+def block_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of a cache block over all layers."""
+    return KVPool.bytes_per_block(spec.num_layers, cache_layout(config, spec, cache_kind(config, dtype, device)))
+
+
 def device_runner(
     model: Decoder, config: EngineConfig, dtype: torch.dtype, max_model_len: int, vocab_size: int
 ) -> tuple[GpuRunner, CachePlan, MemoryUse]:

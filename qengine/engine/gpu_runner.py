@@ -179,8 +179,8 @@ class GpuRunner(RunnerBase):
                 torch.cuda.synchronize(self.model.device)  # else a request that comes now would wait for several
         return True
 
-    def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
-        return CudaSwapDevice(self._pool, num_cpu_blocks, self._stream)
+    def _swap_device(self, num_cpu_blocks: int, memory: torch.Tensor | None) -> SwapDevice:
+        return CudaSwapDevice(self._pool, num_cpu_blocks, self._stream, memory)
 
     def _copy_blocks(self, copies: list[Copy]) -> None:
         if copies:

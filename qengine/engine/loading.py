@@ -16,11 +16,12 @@ from qengine.config import EngineConfig, ModelConfig
 from qengine.engine.block_manager import BlockManager
 from qengine.engine.engine import Engine
 from qengine.engine.gpu_memory import is_small
+from qengine.engine.host_memory import TouchedMemory
 from qengine.engine.limits import Limits
 from qengine.engine.memory import CachePlan, available_cpu_bytes, plan_cache
 from qengine.engine.runner import Runner
 from qengine.engine.scheduler import Scheduler
-from qengine.engine.swap_setup import SwappingRunner, set_up_swap
+from qengine.engine.swap_setup import SwappingRunner, cpu_blocks, set_up_swap
 from qengine.errors import CapacityError, CheckpointError, ConfigError
 from qengine.layers.attention import KVCache
 from qengine.models import Decoder, load_model, model_spec
@@ -68,7 +69,13 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
     tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(ckpt, settings)
     eos_ids, bos_ids = special_tokens(ckpt, tokenizer)
     known = spec.vocab_size if tokenizer is None else min(spec.vocab_size, max(tokenizer.get_vocab().values()) + 1)
-    model, runner, plan, memory = load_runner(ckpt, config, dtype, device, max_model_len, known, progress)
+    touched = touched_memory(config, spec, dtype, device)
+    try:
+        model, runner, plan, memory = load_runner(ckpt, config, dtype, device, max_model_len, known, progress)
+    except BaseException:
+        if touched is not None:
+            touched.close()
+        raise
     limits = Limits(
         vocab_size=spec.vocab_size,
         sample_vocab=known,
@@ -79,12 +86,16 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
         max_logprobs=settings.max_logprobs,
         switch_length=spec.rope_switch_length,
     )
-    policy, cpu_blocks = set_up_swap(runner, config, limits.max_len, available_cpu_bytes(), device.type)
+    if device.type == "cuda":
+        num_cpu_blocks, swap_memory = (0, None) if touched is None else (touched.num_blocks, touched.take())
+    else:
+        num_cpu_blocks, swap_memory = cpu_blocks(config.cache, runner.block_bytes, available_cpu_bytes()), None
+    policy, num_cpu_blocks = set_up_swap(runner, config, limits.max_len, num_cpu_blocks, device.type, swap_memory)
     blocks = BlockManager(
         plan.num_blocks,
         config.cache.block_size,
         enable_prefix_caching=prefix_caching(config, spec),
-        num_cpu_blocks=cpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
         policy=policy,
     )
     scheduler = Scheduler(
@@ -98,6 +109,19 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
     grammars = GrammarStore(tokenizer, known, limits.eos_ids, config.structured)
     engine = Engine(runner, scheduler, limits, tokenizer, grammars=grammars, seed=settings.seed)
     return Loaded(engine, tokenizer, ckpt.generation_config, model, runner.block_bytes, memory)
+
+
+def touched_memory(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> TouchedMemory | None:
+    """The CPU tier's memory beside a GPU, made ready while the model loads; None where there is none."""
+    if device.type != "cuda":
+        return None
+    from qengine.engine.device_loading import block_bytes
+
+    nbytes = block_bytes(config, spec, dtype, device)
+    blocks = cpu_blocks(config.cache, nbytes, available_cpu_bytes())
+    return TouchedMemory(blocks, nbytes) if blocks else None
 
 
 def load_runner(

@@ -91,7 +91,8 @@ class Precompiler:
         if kind in self._kinds:
             return
         self._kinds.add(kind)
-        alone = Decoder(model.spec, model.dtype, model.device, model.embedding, [layer], model.norm, model.head)
+        layers = [layer] * min(2, model.spec.num_layers)  # the last one of a model computes fewer rows than the others
+        alone = Decoder(model.spec, model.dtype, model.device, model.embedding, layers, model.norm, model.head)
         self._add(alone, self._steps[0])
         self._seen.append(alone)
 

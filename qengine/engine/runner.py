@@ -52,9 +52,12 @@ class RunnerBase:
         """Bytes of a cache block over all layers."""
         raise NotImplementedError
 
-    def open_swap(self, num_cpu_blocks: int) -> SwapSpace:
-        """Take CPU memory for so many blocks; `run` carries out swap orders from now on. Raises CapacityError."""
-        self._swap = SwapSpace(self._swap_device(num_cpu_blocks))
+    def open_swap(self, num_cpu_blocks: int, memory: torch.Tensor | None = None) -> SwapSpace:
+        """Take CPU memory for so many blocks; `run` carries out swap orders from now on. Raises CapacityError.
+
+        memory: uint8, of so many blocks, to be used where the CPU memory must be pinned.
+        """
+        self._swap = SwapSpace(self._swap_device(num_cpu_blocks, memory))
         return self._swap
 
     def at_close(self, call: Callable[[], None]) -> None:
@@ -69,7 +72,7 @@ class RunnerBase:
             self._swap.close()
             self._swap = None
 
-    def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
+    def _swap_device(self, num_cpu_blocks: int, memory: torch.Tensor | None) -> SwapDevice:
         raise NotImplementedError
 
     def _begin_step(self, swap: SwapOrders) -> None:
@@ -136,7 +139,7 @@ class Runner(RunnerBase):
         """See RunnerBase."""
         return sum(layer[0].nbytes for layers in (self._cache.k, self._cache.v) for layer in layers)
 
-    def _swap_device(self, num_cpu_blocks: int) -> SwapDevice:
+    def _swap_device(self, num_cpu_blocks: int, memory: torch.Tensor | None) -> SwapDevice:
         return TensorSwapDevice([*self._cache.k, *self._cache.v], num_cpu_blocks)
 
     @torch.inference_mode()

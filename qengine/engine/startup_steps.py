@@ -48,10 +48,8 @@ def mixed(tokens: int, rows: int, longest: int, block_size: int) -> list[StepIte
 def largest_steps(tokens: int, rows: int, longest: int, block_size: int, most_captured: int) -> list[list[StepItem]]:
     """The steps that take most memory, where each is launched before the one ahead of it is waited for.
 
-    `tokens` of prompts; twice so many with the most sequences that sample: the logits of one step are held
-    beside the activations of the next. Then as many tokens as a graph may hold, likewise, and single tokens alone.
+    `tokens` with the most sequences that sample, twice: the logits of one are held beside the activations of the next.
+    Then the same of as many tokens as a graph may hold, and single tokens alone.
     """
-    most = min(tokens, most_captured)
-    large = [] if tokens == most else [prompts(tokens, min(longest, tokens), block_size)]
-    large += [mixed(tokens, rows, longest, block_size) for _ in range(2 * len(large))]
-    return [*large, mixed(most, rows, longest, block_size), singles(rows)]
+    captured = [] if tokens <= most_captured else [mixed(most_captured, rows, longest, block_size)]
+    return [*(mixed(tokens, rows, longest, block_size) for _ in range(2)), *captured, singles(rows)]

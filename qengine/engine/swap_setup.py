@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from qengine.config import CacheConfig, EngineConfig
 from qengine.engine.startup_steps import GREEDY, prompts
 from qengine.engine.step import StepRunner
@@ -31,7 +33,7 @@ class SwappingRunner(StepRunner, Protocol):
         """Bytes of a cache block over all layers."""
         ...
 
-    def open_swap(self, num_cpu_blocks: int) -> SwapSpace:
+    def open_swap(self, num_cpu_blocks: int, memory: torch.Tensor | None = None) -> SwapSpace:
         """Take CPU memory for so many blocks; `run` carries out swap orders from now on."""
         ...
 
@@ -41,17 +43,16 @@ class SwappingRunner(StepRunner, Protocol):
 
 
 def set_up_swap(
-    runner: SwappingRunner, config: EngineConfig, max_len: int, available: int, device: str
+    runner: SwappingRunner, config: EngineConfig, max_len: int, blocks: int, device: str, memory: torch.Tensor | None
 ) -> tuple[SwapPolicy | None, int]:
     """Cost model and number of blocks of the CPU tier, whose memory the runner takes; (None, 0) where there is none.
 
-    max_len: most tokens of a sequence. available: bytes of free CPU memory. device: "cuda" or "cpu". Only before the
-    pool holds anything.
+    max_len: most tokens of a sequence. blocks: what cpu_blocks gives. device: "cuda" or "cpu". memory: for so many
+    blocks, if there is some. Only before the pool holds anything.
     """
-    blocks = cpu_blocks(config.cache, runner.block_bytes, available)
     if blocks == 0:
         return None, 0
-    space = runner.open_swap(blocks)
+    space = runner.open_swap(blocks, memory)
     tokens = timed_tokens(device, config, max_len)
     return swap_policy(space, config.cache, runner, tokens, overlaps=device == "cuda"), blocks
 

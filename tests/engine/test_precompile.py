@@ -22,7 +22,7 @@ from qengine.errors import ConfigError
 from qengine.kernels import turing
 from qengine.kernels.fused.embedding import run_embedding
 from qengine.kernels.w4a16 import ops
-from qengine.models import model_spec
+from qengine.models import Decoder, model_spec
 from qengine.random_model import random_checkpoint
 
 SPEC = model_spec(random_checkpoint("llama-3.2-1b", "cpu"))
@@ -92,13 +92,30 @@ def test_the_steps_that_an_engine_times_at_its_start_are_among_those_compiled_fi
     assert {str(form(items)) for items in timed} <= {str(form(items)) for items in steps}
 
 
-def test_the_largest_steps_have_all_that_may_sample_beside_prompts(monkeypatch):
+def test_what_a_layer_needs_as_the_last_one_and_before_others_is_found(monkeypatch, cache):
+    with ghost_card(monkeypatch, 90):
+        ahead = precompiler(config(), torch.float16, DEVICE, 512, SPEC.vocab_size)
+        monkeypatch.setattr(ahead._client, "add", lambda specs: None)
+        with recorded_launches(DEVICE):
+            model = ghost_decoder(SPEC)
+        ahead.watch(model)
+        several = Decoder(SPEC, model.dtype, DEVICE, model.embedding, model.layers * 3, model.norm, model.head)
+        with recorded_launches(DEVICE) as found:
+            for run in ahead._steps[0](several):
+                run()
+        ahead.close()
+    assert found
+    assert found.keys() <= ahead.recorded.keys()
+
+
+def test_the_largest_steps_have_all_that_may_sample_beside_prompts():
     steps = largest_steps(2048, 256, 1024, 16, 1024)
     sizes = [sum(item.end - item.start for item in items) for items in steps]
     drawn = [sum(len(item.rows) for item in items) for items in steps]
-    assert sizes == [2048, 2048, 2048, 1024, 256]
-    assert drawn == [0, 256, 256, 256, 256], "two of the largest in turn: one's logits beside the next"
-    assert [sum(i.end - i.start for i in items) for items in largest_steps(512, 256, 1024, 16, 1024)] == [512, 256]
+    assert sizes == [2048, 2048, 1024, 256]
+    assert drawn == [256] * 4, "two of the largest in turn: one's logits beside the next"
+    small = largest_steps(512, 256, 1024, 16, 1024)
+    assert [sum(item.end - item.start for item in items) for items in small] == [512, 512, 256]
     for items in steps:
         assert len({item.seq_id for item in items}) == len(items)
 
