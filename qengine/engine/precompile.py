@@ -8,6 +8,7 @@ launched.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -77,6 +78,7 @@ class Precompiler:
         self.recorded: dict[Key, KernelSpec] = {}
         self.missing = 0
         self._closed = False
+        atexit.register(self.close)  # a thread that is in torch when the interpreter goes would abort the process
         self._empty = not _cache_has_files()
         if self._empty:
             self._client.start()
@@ -115,6 +117,7 @@ class Precompiler:
     def close(self) -> None:
         """End the workers, whatever they have not done. A second call does nothing."""
         self._closed = True
+        atexit.unregister(self.close)
         if self._thread is not None:
             self._thread.join()
         self._client.close()

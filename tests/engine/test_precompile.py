@@ -1,8 +1,12 @@
 """Kernels compiled ahead: what a dry run finds, what the compile server makes of it, and that nobody waits for ever."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +30,32 @@ from qengine.models import Decoder, model_spec
 from qengine.random_model import random_checkpoint
 
 SPEC = model_spec(random_checkpoint("llama-3.2-1b", "cpu"))
+UNFINISHED = """
+import pytest, sys, time, torch
+from ghost_card import DEVICE, ghost_card, ghost_decoder
+from qengine.config import EngineConfig
+from qengine.engine.dry_steps import precompiler
+from qengine.engine.launch_recorder import recorded_launches
+from qengine.models import model_spec
+from qengine.random_model import random_checkpoint
+
+def endless(model):
+    while True:
+        yield lambda: [torch.ones(9, 9, device="cuda") @ torch.ones(9, 9, device="cuda") for _ in range(500)]
+
+spec = model_spec(random_checkpoint("llama-3.2-1b", "cpu"))
+card = ghost_card(pytest.MonkeyPatch(), 90)
+card.__enter__()
+config = EngineConfig.from_kwargs(model="random:llama-3.2-1b", compile_workers=1)
+ahead = precompiler(config, torch.float16, DEVICE, 512, spec.vocab_size)
+ahead._client.add = lambda specs: None
+with recorded_launches(DEVICE):
+    ahead._seen.append(ghost_decoder(spec))
+ahead._steps, ahead.missing = (endless, endless), 1
+ahead.loaded()
+time.sleep(0.5)
+print(ahead._thread.is_alive())
+"""
 SMALL = ("fused.ids", "fused.embedding", "fused.rotary")
 """Kernels that take a fraction of a second to compile."""
 
@@ -106,6 +136,16 @@ def test_what_a_layer_needs_as_the_last_one_and_before_others_is_found(monkeypat
         ahead.close()
     assert found
     assert found.keys() <= ahead.recorded.keys()
+
+
+def test_a_process_that_ends_amid_a_dry_run_ends_as_it_should(cache):
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert done.stdout == "True\n", done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_largest_steps_have_all_that_may_sample_beside_prompts():
