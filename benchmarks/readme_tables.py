@@ -1,4 +1,4 @@
-"""Write the tables of sampler and serving into README.md, from the JSON in benchmarks/results.
+"""Write the tables of sampler, serving and conversions into the documents, from the JSON in benchmarks/results.
 
 python benchmarks/readme_tables.py            # fill the tables between <!-- name --> and <!-- end of name -->
 python benchmarks/readme_tables.py --check    # exit code 1 if a table is not what the JSON says
@@ -12,6 +12,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from convert_peer_table import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -63,7 +65,12 @@ def sampler() -> list[str]:
     return (RESULTS / "sampler.md").read_text().strip().splitlines()
 
 
-TABLES = {"serving": serving, "sampler": sampler}
+def peers() -> list[str]:
+    """Perplexities of conversions by qengine and by others."""
+    return markdown(read("convert_peers")).strip().splitlines()
+
+
+TABLES = {"serving": serving, "sampler": sampler, "peers": peers}
 
 
 def filled(text: str, names: list[str]) -> str:
@@ -81,7 +88,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is out of date")
     options = parser.parse_args()
     stale = []
-    for path in (ROOT / "README.md", RESULTS / "README.md"):
+    for path in (ROOT / "README.md", ROOT / "docs" / "converting.md", RESULTS / "README.md"):
         before = path.read_text()
         after = filled(before, [name for name in TABLES if f"<!-- {name} -->" in before])
         if before != after:

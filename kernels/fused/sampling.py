@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 
+from .card import capability
 from .sampling_cut_kernel import finish_cut, finish_list
 from .sampling_flat_kernel import finish_flat
 from .sampling_kernel import ROW, block_stats, finish_plain
@@ -62,6 +63,15 @@ class Shape:
     part: int = 256
 
 
+TURING = Shape(step=1024)
+"""With steps of 2,048 finish_flat needs more than the 255 registers of a thread in the code of Triton 3.6 to 3.8."""
+
+
+def shape_for(device: torch.device) -> Shape:
+    """The launch constants of a device."""
+    return TURING if device.type == "cuda" and capability(device) < 80 else Shape()
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a batch needs of the device.
@@ -96,7 +106,7 @@ class Workspace:
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device | str, shape: Shape | None = None) -> None:
-        shape = shape or Shape()
+        shape = shape or shape_for(torch.device(device))
         self.rows, self.vocab, self.shape = rows, vocab, shape
         self.blocks = triton.cdiv(vocab, shape.block)
         self.groups = self.blocks * (shape.block // shape.group)

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from qengine.kernels import sass
 
-from .sampling import Shape
+from .sampling import TURING, Shape
 from .sampling_cut_kernel import finish_cut, finish_list
 from .sampling_flat_kernel import finish_flat
 from .sampling_kernel import block_stats, finish_plain
@@ -23,6 +23,7 @@ from .sampling_wide_kernel import choose_range, finish_wide, gather_range, tally
 _DOUBLES = ("params", "ruled", "entries", "rows", "sums", "state")
 _INTEGERS = ("groups", "list", "left", "tcount", "rank", "starts", "masks")
 _LONGS = ("tokens",)
+VOCABULARY = 152_064
 GROUPS = 8192
 """finish_cut's and finish_logprobs' padded groups for up to 262,144 tokens."""
 
@@ -49,9 +50,9 @@ def _element(name: str, logits: str, kernel: Any) -> str:
     return next((element for element, stems in groups.items() if stem in stems), "fp32")
 
 
-def variants(shape: Shape | None = None) -> Iterator[Variant]:
+def variants(shape: Shape = TURING) -> Iterator[Variant]:
     """Every kernel with the launch constants of a large vocabulary, with and without rules."""
-    shape = shape or Shape()
+    steps = triton.next_power_of_2(triton.cdiv(VOCABULARY, shape.step))
     warps = shape.warps
     size: dict[str, Any] = {"BLOCK": shape.block, "GROUP": shape.group}
     for rules in (False, True):
@@ -65,7 +66,7 @@ def variants(shape: Shape | None = None) -> Iterator[Variant]:
         yield Variant(f"finish_plain{mark}", finish_plain, plain, warps[1])
         cut = {"NG": GROUPS, "CHUNK": shape.chunk, "TILE": shape.tile, "LIST": shape.list, "GROUP": shape.group, **more}
         yield Variant(f"finish_cut{mark}", finish_cut, cut, warps[2])
-        flat = {"PIVOTS": shape.pivots, "STEP": shape.step, "STEPS": 64, "LIST": shape.list, **more}
+        flat = {"PIVOTS": shape.pivots, "STEP": shape.step, "STEPS": steps, "LIST": shape.list, **more}
         yield Variant(f"finish_flat{mark}", finish_flat, flat, warps[4])
         wide = {"BLOCK": shape.block, "LIST": shape.list, **more}
         tally = {"BLOCK": shape.block, "PIVOTS": shape.rays, "SECOND": False, "PART": shape.part, "RULES": rules}

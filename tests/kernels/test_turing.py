@@ -49,6 +49,15 @@ def check_hooked(result: dict) -> None:
     assert result["installed twice"] is True
 
 
+def check_budgets(cache: Path, path: str) -> None:
+    """The sampler's kernels, which need the most registers, keep within their budgets with the Triton in `path`."""
+    paths = [path, str(ROOT), str(ROOT / "tests" / "support")]
+    env = dict(os.environ, TRITON_CACHE_DIR=str(cache), PYTHONPATH=os.pathsep.join(paths))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_sampling_aot.py"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_the_installed_triton_compiles_and_refuses(tmp_path: Path) -> None:
     check_hooked(compile_all(tmp_path))
 
@@ -72,6 +81,7 @@ def test_every_supported_triton_compiles_and_refuses(version: str, tmp_path: Pat
     hooked = compile_all(tmp_path / "cache", path=str(target))
     assert hooked["triton"] == version
     check_hooked(hooked)
+    check_budgets(tmp_path / "cache", str(target))
 
 
 def test_split_mma_halves_an_instruction() -> None:
