@@ -139,7 +139,7 @@ def plot(report: dict[str, Any], path: Path) -> str | None:
     if not loads:
         return "no load with a rate was run: no chart"
     beside = report.get("reference") or {}
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.6 * len(loads)))
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.6 * len(loads)), layout="constrained")
     names = [TITLES.get(load["name"], load["name"]) for load in loads]
     rates = [load["output_tokens_per_s"] for load in loads]
     others = [beside.get(load["name"]) for load in loads]
@@ -152,13 +152,12 @@ def plot(report: dict[str, Any], path: Path) -> str | None:
             [p + offset for p in places], [o or 0 for o in others], height=0.38, color="0.7", label=beside["engine"]
         )
         axis.bar_label(bars, labels=["" if o is None else f"{o:,}" for o in others], padding=3)
-        axis.legend(loc="lower right")
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axis.set_yticks(list(places), names)
     axis.invert_yaxis()
     axis.margins(x=0.15)
     card = report["card"]["name"] if report["card"] else report["device"]
     axis.set(title=f"{report['model']} on {card}", xlabel="output tokens a second")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return None
