@@ -2,15 +2,19 @@
 
     python benchmarks/attn_prefill.py --out benchmarks/results
     python benchmarks/attn_prefill.py --sweep        # with other launches worth trying, too
+    python benchmarks/attn_prefill.py --sweep --head-dims 192 256
 
 Rates count the multiply-adds below the diagonal only, 2 * 2 * D * (pairs of query and visible key), for both sides. The
 cache's blocks are in random order. With TRITON_OVERRIDE_ARCH=sm75 the kernel is generated as for a Turing card. Writes
-attn_prefill.json (attn_prefill_sm75.json then): figures, GPU, versions, commit.
+attn_prefill.json (attn_prefill_sm75.json then; with --head-dims their sizes are in its name): figures, GPU, versions,
+commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import platform
@@ -25,12 +29,14 @@ import torch.nn.functional as F
 import triton
 
 from qengine.bench.about import commit
+from qengine.kernels.paged_attn.aot_prefill import inspect_prefill
 from qengine.kernels.paged_attn.cache import BlockLayout, Kind, KVPool, LayerCache, quantize
 from qengine.kernels.paged_attn.prefill import capability, run_prefill
-from qengine.kernels.paged_attn.prefill_launch import PrefillLaunch, packing, pick_prefill
+from qengine.kernels.paged_attn.prefill_launch import PrefillLaunch, kernel_kind, packing, parts, pick_prefill
 
 SHARE_OF_SDPA = 0.75
 TURING_TFLOPS = 150.0
+TURING_SHARED = 65536
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ SHAPES = [
     LLAMA,
     *[Shape(28, 4, 128, kind=k) for k in KINDS],
     *[Shape(32, 8, d) for d in (64, 80, 96, 112, 192, 256)],
+    *[Shape(32, 8, d, kind=k) for d in (192, 256) for k in KINDS[:2]],
     *EXTRA,
 ]
 
@@ -160,8 +167,12 @@ def others(shape: Shape, sm: int) -> list[PrefillLaunch]:
     quantized = shape.kind not in ("float16", "bfloat16")
     if shape in EXTRA or shape.head_dim > 256:
         return []
-    if sm == 75:
-        found = [replace(first, prefetch=not first.prefetch)]
+    if sm == 75 and shape.head_dim > 128:
+        found = turing_launches(shape)
+    elif sm == 75:
+        # two small programs of a multiprocessor wait at different times, for the same registers as a large one
+        half = replace(first, bm=64, warps=4, sums=True, pack=packing(shape.heads // shape.kv_heads, 64, shape.new))
+        found = [replace(first, prefetch=not first.prefetch), half]
     elif quantized:
         found = [replace(first, bn=64)]
     else:
@@ -171,17 +182,48 @@ def others(shape: Shape, sm: int) -> list[PrefillLaunch]:
     return [launch for launch in dict.fromkeys(found) if launch != first]
 
 
-def served(sm: int) -> list[Shape]:
-    """The shapes that the card serves."""
-    return [shape for shape in SHAPES if shape.kind != "fp8" or sm >= 89]
+def turing_launches(shape: Shape) -> list[PrefillLaunch]:
+    """Launches for Turing's wide heads with a warp for every 16 rows, `fits` not asked yet."""
+    group, found = shape.heads // shape.kv_heads, []
+    width = sum(parts(shape.head_dim, kernel_kind(shape.kind)))
+    for bm, bn, prefetch in itertools.product((64, 128), (16, 32), (False, True)):
+        if 2 * (bm + bn) * width > TURING_SHARED:
+            continue  # queries and keys alone take more
+        launch = PrefillLaunch(bm, bn, packing(group, bm, shape.new), bm // 16, prefetch=prefetch)
+        # without `sums` a result wider than the tile is high is spread over the warps along its columns
+        found += [replace(launch, sums=sums) for sums in ((True,) if width == 256 else (False, True))]
+    return found
 
 
-def warm(part: int, parts: int) -> None:
-    """Compile every `parts`-th launch of a sweep, for the cache in which a later sweep finds it."""
+@functools.cache
+def fits(shape: Shape, launch: PrefillLaunch, sm: int) -> bool:
+    """Whether a launch keeps to a Turing card, where it is for one: shared memory, no stack, no product done twice."""
+    if sm != 75:
+        return True
+    kind = kernel_kind(shape.kind)
+    code, shared = inspect_prefill(
+        launch, 75, shape.head_dim, kind=kind, key_offsets=2, group=shape.heads // shape.kv_heads,
+        block_size=shape.block_size, sliding=shape.window is not None, listed=shape.sequences > 1,
+    )  # fmt: skip
+    first, second = parts(shape.head_dim, kind, launch.whole)
+    products = launch.bm * launch.bn * 2 * (first + second) / (16 * 8 * 8) / launch.warps
+    done = code.main_loop().of("HMMA.1688.F32")
+    return code.stack == 0 and shared <= TURING_SHARED and products <= done < 1.1 * products
+
+
+def served(sm: int, head_dims: list[int] | None) -> list[Shape]:
+    """The shapes that the card serves, of all heads or of some sizes."""
+    of_size = [shape for shape in SHAPES if not head_dims or shape.head_dim in head_dims]
+    return [shape for shape in of_size if shape.kind != "fp8" or sm >= 89]
+
+
+def warm(part: int, of: int, head_dims: list[int] | None) -> None:
+    """Compile every `of`-th launch of a sweep, for the cache in which a later sweep finds it."""
     sm = capability(torch.cuda.current_device())
-    launches = [(shape, x) for shape in served(sm) for x in (chosen(shape), *others(shape, sm))]
-    for shape, launch in launches[part::parts]:
-        time_ours(shape, launch)
+    launches = [(shape, x) for shape in served(sm, head_dims) for x in (chosen(shape), *others(shape, sm))]
+    for shape, launch in launches[part::of]:
+        if launch == chosen(shape) or fits(shape, launch, sm):
+            time_ours(shape, launch)
         print(f"{short(launch)}", flush=True)
 
 
@@ -191,11 +233,11 @@ def short(launch: PrefillLaunch) -> str:
     return f"{launch.bm}x{launch.bn} p{launch.pack} w{launch.warps} s{launch.stages} {' '.join(flags)}"
 
 
-def measure(sm: int, swept: bool, seconds: float) -> list[dict]:
+def measure(sm: int, swept: bool, seconds: float, head_dims: list[int] | None) -> list[dict]:
     """One row a shape: microseconds and TFLOP/s of the engine, of torch, and of the other launches if `swept`."""
     rows, began = [], time.monotonic()
     time_sdpa(QWEN)  # an idle card's clock is low: the first figures would be its
-    for shape in served(sm):
+    for shape in served(sm, head_dims):
         if time.monotonic() - began > seconds:
             print("out of time", flush=True)
             break
@@ -210,7 +252,7 @@ def measure(sm: int, swept: bool, seconds: float) -> list[dict]:
         print(f"{row['tflops']:5.0f} {beside:14} {ours:7.1f} us {shape}; {short(chosen(shape))}", flush=True)
         if swept:
             row["others"] = []
-            for launch in others(shape, sm):
+            for launch in filter(lambda x: fits(shape, x, sm), others(shape, sm)):
                 rate = shape.flops / time_ours(shape, launch) / 1e6
                 row["others"].append({**asdict(launch), "tflops": rate})
                 print(f"  {rate:5.0f} {short(launch)}", flush=True)
@@ -223,15 +265,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--sweep", action="store_true", help="time other launches worth trying, too")
     parser.add_argument("--warm", metavar="I/N", help="only compile every N-th launch of a sweep, from the I-th on")
+    parser.add_argument("--head-dims", type=int, nargs="+", metavar="D", help="only shapes with heads of these sizes")
     parser.add_argument("--seconds", type=float, default=1e9, help="leave out the shapes that are not begun by then")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/attn_prefill.py needs a CUDA device")
     sm = capability(torch.cuda.current_device())
     if options.warm:
-        warm(*map(int, options.warm.split("/")))
+        part, of = map(int, options.warm.split("/"))
+        warm(part, of, options.head_dims)
         return
-    rows = measure(sm, options.sweep, options.seconds)
+    rows = measure(sm, options.sweep, options.seconds, options.head_dims)
     result = {
         "gpu": torch.cuda.get_device_name(), "generated_for": sm, "torch": torch.__version__,
         "triton": triton.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
@@ -239,7 +283,9 @@ def main() -> None:
         "turing_tflops_due": TURING_TFLOPS, "rows": rows,
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    name = "attn_prefill_sm75.json" if sm == 75 else "attn_prefill.json"
+    name = "attn_prefill_sm75" if sm == 75 else "attn_prefill"
+    # a part of the table does not replace all of it
+    name += "".join(f"_{size}" for size in options.head_dims or []) + ".json"
     (options.out / name).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -51,7 +51,8 @@ def compile_prefill(
     constants = {
         "GROUP": group, "PACK": launch.pack, "HEAD": head_dim, "D1": first, "D2": second, "BS": block_size,
         "BM": launch.bm, "BN": launch.bn, "KIND": kind, "OFFSETS": key_offsets, "LISTED": listed, "SOFTCAP": softcap,
-        "SLIDING": sliding, "SPLIT": launch.split, "PREFETCH": launch.prefetch, "ASM": True,
+        "SLIDING": sliding, "SPLIT": launch.split, "PREFETCH": launch.prefetch, "SUMS": launch.sums,
+        "ASM": True,
     }  # fmt: skip
     names = paged_prefill_kernel.arg_names
     aligned = _aligned(names, types)

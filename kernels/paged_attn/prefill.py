@@ -119,6 +119,7 @@ def run_prefill(
         SLIDING=sliding_window is not None,
         SPLIT=launch.split,
         PREFETCH=launch.prefetch,
+        SUMS=launch.sums,
         ASM=asm,
         num_warps=launch.warps,
         num_stages=launch.stages,

@@ -55,7 +55,7 @@ def _step(
     s_stride, c, cap, D1: tl.constexpr, D2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, O2: tl.constexpr,
     BN: tl.constexpr, BS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     OFFSETS: tl.constexpr, SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, MASKED: tl.constexpr,
-    PREFETCH: tl.constexpr, ASM: tl.constexpr,
+    PREFETCH: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the rows' maxima m, sums l and weighted sums acc, and with PREFETCH the next tile of keys."""
     DTYPE: tl.constexpr = q1.dtype
@@ -97,7 +97,8 @@ def _step(
         high = tl.maximum(m, tl.max(s, 1) * c)
         p = tl.exp2(s * c - high[:, None])
     shrink = tl.exp2(m - high)
-    l = l * shrink + tl.sum(p, 1)
+    if not SUMS:
+        l = l * shrink + tl.sum(p, 1)
     if not PREFETCH:
         v1, v2, vs, vo = fetch(
             v_ptr, vs_ptr, block, place, stride, s_stride, ok, 1, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, 1, MASKED
@@ -107,6 +108,10 @@ def _step(
     acc1 = _dot(p, w1, acc1 * shrink[:, None], ASM)
     if D2 > 0:
         acc2 = _dot(p, w2, acc2 * shrink[:, None], ASM)
+    if SUMS:
+        # for mma.sync Triton lays out a turn's products as the last one, and that by its result's shape: where it is
+        # wider than high the warps share rows, which doubles the first product and moves p through shared memory
+        l = _dot(p, tl.full((BN, 8), 1.0, DTYPE), l * shrink[:, None], ASM)
     return high, l, acc1, acc2, x1, x2, xs, xo
 
 
@@ -119,7 +124,7 @@ def paged_prefill_kernel(
     s_stride, sbt, c, cap, window, GROUP: tl.constexpr, PACK: tl.constexpr, HEAD: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, OFFSETS: tl.constexpr,
     LISTED: tl.constexpr, SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
-    ASM: tl.constexpr,
+    SUMS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile of out for one KV head's group of query heads, or for PACK of them.
 
@@ -132,7 +137,8 @@ def paged_prefill_kernel(
     c: scale * log2(e), or with SOFTCAP 2 log2(e) scale / cap; cap then is the cap * log2(e). KIND: "float" (the cache
     holds q's dtype), "int8", "fp8" or "int4". OFFSETS: of an int4 key, 1 or 2. SPLIT: keys that every row sees go
     without a mask, in their own loop. PREFETCH: keys are loaded to registers a turn ahead, for cards without
-    asynchronous copies.
+    asynchronous copies. SUMS: rows' sums are a product with ones, of the weights as rounded to q's dtype. Each warp
+    then has rows of its own, for a part that is wider than BM, too.
     """
     tile, group = place_of(tl.program_id(0), tiles, chunk)
     ROWS: tl.constexpr = BM // PACK
@@ -181,7 +187,10 @@ def paged_prefill_kernel(
         d2 = tl.arange(0, D2)[None, :]
         q2 = tl.load(qp + O2 + d2, mask=row_ok & (d2 < V2), other=0.0)
     m = tl.full((BM,), -1e30, tl.float32)
-    l = tl.zeros((BM,), tl.float32)
+    if SUMS:
+        l = tl.zeros((BM, 8), tl.float32)
+    else:
+        l = tl.zeros((BM,), tl.float32)
 
     # keys lo to hi - 1 are seen by some row, those from `first` to `full` - 1 by all
     hi = context + tl.minimum((tile + 1) * ROWS, count)
@@ -209,23 +218,25 @@ def paged_prefill_kernel(
             m, l, acc1, acc2, x1, x2, xs, xo = _step(
                 m, l, acc1, acc2, x1, x2, xs, xo, q1, q2, j, hi, pos, window, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr,
                 stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS, SOFTCAP, SLIDING, True,
-                PREFETCH, ASM,
+                PREFETCH, SUMS, ASM,
             )  # fmt: skip
     if SPLIT:
         for j in range(first, full, BN):
             m, l, acc1, acc2, x1, x2, xs, xo = _step(
                 m, l, acc1, acc2, x1, x2, xs, xo, q1, q2, j, hi, pos, window, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr,
                 stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS, SOFTCAP, SLIDING, False,
-                PREFETCH, ASM,
+                PREFETCH, SUMS, ASM,
             )  # fmt: skip
     for j in range(tl.maximum(first, full), hi, BN):
         m, l, acc1, acc2, x1, x2, xs, xo = _step(
             m, l, acc1, acc2, x1, x2, xs, xo, q1, q2, j, hi, pos, window, k_ptr, v_ptr, ks_ptr, vs_ptr, bt_ptr,
             stride, s_stride, c, cap, D1, D2, V1, V2, O2, BN, BS, WIDTH, KIND, OFFSETS, SOFTCAP, SLIDING, True,
-            PREFETCH, ASM,
+            PREFETCH, SUMS, ASM,
         )  # fmt: skip
 
     # a row that saw nothing (no keys at all) is 0; one that saw a NaN stays NaN
+    if SUMS:
+        l = tl.max(l, 1)
     inverse = tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
     # worked out anew from a value that the compiler does not know: else every row's place takes registers in the loops
     again = tl.load(start_ptr + seq, volatile=True)

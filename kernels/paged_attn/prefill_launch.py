@@ -14,9 +14,10 @@ class PrefillLaunch:
     """How a chunk's attention is computed.
 
     bm: rows of a tile, each a token and query head. pack: query heads of one KV head side by side in a tile, so that a
-    tile holds bm // pack tokens. bn: keys a turn. warps, stages: of each program. split, prefetch: see
+    tile holds bm // pack tokens. bn: keys a turn. warps, stages: of each program. split, prefetch, sums: see
     paged_prefill_kernel. whole: a head is one part, padded to a power of two, where it would be two. hopper: the kernel
-    of prefill_hopper.py (compute capability 9.0, 16-bit caches, bm 128; warps, split, prefetch and whole say nothing).
+    of prefill_hopper.py (compute capability 9.0, 16-bit caches, bm 128; warps, split, prefetch, whole and sums say
+    nothing).
     """
 
     bm: int = 128
@@ -27,6 +28,7 @@ class PrefillLaunch:
     split: bool = True
     prefetch: bool = False
     whole: bool = False
+    sums: bool = False
     hopper: bool = False
 
     @property

@@ -48,6 +48,28 @@ def test_all_turing_code_keeps_to_the_card(size: int, kind: str, options: bool, 
     check_turing(size, kind, options, query_len)
 
 
+@pytest.mark.parametrize(
+    ("size", "launch"),
+    [
+        (256, PrefillLaunch(bm=64, bn=16, pack=4, warps=4, sums=True)),
+        (256, PrefillLaunch(bm=64, bn=16, pack=4, warps=4, sums=True, prefetch=True)),
+        (192, PrefillLaunch(bm=128, bn=32, pack=4, warps=8)),
+        (192, PrefillLaunch(bm=64, bn=32, pack=4, warps=4)),
+    ],
+    ids=lambda v: f"{v.bm}x{v.bn}{'-prefetch' * v.prefetch}" if isinstance(v, PrefillLaunch) else str(v),
+)
+def test_wide_heads_give_each_turing_warp_rows_of_its_own(size: int, launch: PrefillLaunch) -> None:
+    code, shared = inspect_prefill(launch, 75, size, group=4)
+    assert code.stack == 0
+    assert shared <= 65536
+    products = launch.bm * launch.bn * 2 * size / (16 * 8 * 8) / launch.warps
+    loop = code.main_loop()
+    # neither product is done twice, and what leaves them stays in registers: only q, keys and values are read back
+    assert products <= loop.of("HMMA.1688.F32") <= 1.05 * products
+    assert loop.of("LDSM") * 512 * launch.warps == 2 * size * launch.warps * (2 * launch.bn + 16)
+    assert loop.of("BAR") <= (6 if launch.prefetch else 4)
+
+
 def test_turing_refuses_copies_in_flight() -> None:
     with pytest.raises(turing.TuringError, match="num_stages=2"):
         inspect_prefill(PrefillLaunch(bm=32, bn=32, warps=4, stages=2), 75, 64)

@@ -71,6 +71,7 @@ def test_chosen_launch_matches_float32(case: Case) -> None:
 LAUNCHES = [
     *[PrefillLaunch(bm=bm, bn=bn, warps=w, pack=p) for bm, bn, w, p in ((16, 16, 1, 1), (32, 64, 2, 3))],
     *[PrefillLaunch(bm=64, bn=32, warps=4, pack=6, split=s, prefetch=not s) for s in (False, True)],
+    *[PrefillLaunch(bm=64, bn=16, warps=4, pack=6, sums=True, prefetch=p) for p in (False, True)],
     *[PrefillLaunch(bm=128, bn=64, warps=8, pack=2, stages=s) for s in ([] if TURING else [2, 3])],
 ]
 
@@ -82,6 +83,26 @@ def test_every_kind_of_launch_matches_float32(launch: PrefillLaunch, kind: str) 
     step = prefill_cases.make(case, "cuda")
     run_prefill(
         step.q, step.cache, step.block_tables, step.seq_lens, step.query_starts, step.out, launch,
+        max_query_len=max(n for n, _ in case.lens), **step.options,
+    )  # fmt: skip
+    assert prefill_cases.error(step, case) < TOLERANCE[(case.kind, case.dtype)]
+
+
+WIDE = [
+    *[(size, kind, 64, 16, p) for size in (192, 256) for kind in ("float16", "int8", "int4") for p in (False, True)],
+    *[(192, "float16", 64, 32, False), (192, "float16", 128, 16, True)],
+]
+
+
+@pytest.mark.parametrize(("size", "kind", "bm", "bn", "prefetch"), WIDE)
+def test_wide_heads_with_sums_by_a_product_match_float32(
+    size: int, kind: str, bm: int, bn: int, prefetch: bool
+) -> None:
+    case = Case(heads=12, head_dim=size, kind=kind, lens=RAGGED, offsets=1 + (kind == "int4"))
+    step = prefill_cases.make(case, "cuda")
+    run_prefill(
+        step.q, step.cache, step.block_tables, step.seq_lens, step.query_starts, step.out,
+        PrefillLaunch(bm=bm, bn=bn, warps=bm // 16, pack=6, sums=True, prefetch=prefetch),
         max_query_len=max(n for n, _ in case.lens), **step.options,
     )  # fmt: skip
     assert prefill_cases.error(step, case) < TOLERANCE[(case.kind, case.dtype)]
