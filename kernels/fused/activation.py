@@ -97,8 +97,12 @@ def act_and_mul_kernel(
     BLOCK: tl.constexpr,
     LIB: tl.constexpr,
     PDL: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
-    """BLOCK columns of one row. blocks: of a row, ceil(size / BLOCK). Strides: of rows, in values."""
+    """BLOCK columns of one row. blocks: of a row, ceil(size / BLOCK). Strides: of rows, in values.
+
+    PAIRED: gate and up lie in eights by turns.
+    """
     place = tl.program_id(0)
     row = (place // blocks).to(tl.int64)
     columns = place % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -106,9 +110,10 @@ def act_and_mul_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    at = columns // 8 * 16 + columns % 8 if PAIRED else columns
     # 1 beside the row, not 0: a division of 0 takes the slow way, and with it the whole warp
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask, other=1.0)
-    up = tl.load(up_ptr + row * up_stride + columns, mask, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask, other=1.0)
+    up = tl.load(up_ptr + row * up_stride + at, mask, other=0.0)
     y = activate(gate.to(tl.float32), gate_ptr.dtype.element_ty, KIND, LIB)
     y = y.to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask)
@@ -130,12 +135,14 @@ def run_act_and_mul(
     *,
     launch: tuple[int, int] | None = None,
     pdl: bool | None = None,
+    paired: bool = False,
 ) -> None:
     """Launch act_and_mul_kernel on the current stream: gate, up, out [T, I] on one CUDA device, with dense rows.
 
-    name: a key of KINDS. launch: (BLOCK, warps), or the usual one.
+    name: a key of KINDS. launch: (BLOCK, warps), or the usual one. paired: gate is [T, 2 I], 8 values of gate and
+    their 8 of up by turns, and up the same from its column 8 on.
     """
-    rows, size = gate.shape
+    rows, size = out.shape
     if rows == 0 or size == 0:
         return
     block, warps = launch or launch_for(size, rows)
@@ -154,6 +161,7 @@ def run_act_and_mul(
         BLOCK=block,
         LIB=gate.is_cuda,
         PDL=pdl,
+        PAIRED=paired,
         num_warps=warps,
         num_stages=1,
         enable_fp_fusion=False,

@@ -85,7 +85,8 @@ def norm_variant(
 def activation_variant(kind: str, dtype: str, block: int = 1024, warps: int = 2) -> Variant:
     """act(gate) * up in one dtype."""
     pointers = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), dtype)
-    return Variant(f"{kind} {dtype}", act_and_mul_kernel, pointers, {"KIND": kind, "BLOCK": block, "LIB": True}, warps)
+    constants = {"KIND": kind, "BLOCK": block, "LIB": True, "PAIRED": False}
+    return Variant(f"{kind} {dtype}", act_and_mul_kernel, pointers, constants, warps)
 
 
 def embedding_variant(table: str, out: str, scaled: bool) -> Variant:

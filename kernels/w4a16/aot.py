@@ -24,11 +24,11 @@ _INTEGERS = ("M", "N8", "K", "KB", "sx", "sy", "splits", "whole")
 
 
 def compile_launch(
-    launch: Launch, sm: int, bits: int, group_size: int, dtype: str = "fp16"
+    launch: Launch, sm: int, bits: int, group_size: int, dtype: str = "fp16", activation: str = ""
 ) -> triton.compiler.CompiledKernel:
     """The kernel of a "gemm" launch for capability `sm`, with a bias, as the operator would launch it.
 
-    dtype: fp16 or bf16. Strides count as multiples of 16, as torch's and the models' are.
+    dtype: fp16 or bf16. activation: ACT of the kernel. Strides count as multiples of 16, as those of the models are.
     """
     turing.ensure(sm)
     width = (512 // bits) // (2 if launch.halves else 1)
@@ -52,6 +52,7 @@ def compile_launch(
         "WGMMA": sm == 90 and launch.warps >= 4,
         "OVERLAP": launch.overlap,
         "SPREAD": launch.spread,
+        "ACT": activation,
         "ASM": True,
     }
     names = w4a16_gemm.arg_names

@@ -66,6 +66,7 @@ def w4a16_gemm(
     WGMMA: tl.constexpr,
     OVERLAP: tl.constexpr,
     SPREAD: tl.constexpr,
+    ACT: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One program computes a BM x BN tile of y, or one of `splits` parts of its K.
@@ -91,6 +92,9 @@ def w4a16_gemm(
     OVERLAP (with SCALED, without PREFETCH and HALVES): the weights of a block are unpacked while the products of the
     block before it run, which helps where one program fills a multiprocessor.
     SPREAD: all programs of a tile in parts wait for each other and add up a share each, for large tiles.
+    ACT: "", or a function of fused/activation.py: the rows of W are gate and up as `layout.paired_rows` orders them,
+    and y [M, N / 2] is act(gate) * up, rounded as if the product had been stored first.
+    ASM: False in Triton's interpreter, which knows neither assembly nor CUDA's math library.
     """
     tl.static_assert(not OVERLAP or (SCALED and PREFETCH == 0 and not HALVES), "OVERLAP keeps one sum of whole blocks")
     tile = tl.program_id(0)
@@ -190,10 +194,6 @@ def w4a16_gemm(
 
     if PDL == 2:
         gdc_launch_dependents()
-    on = pn * BN + tl.arange(0, BN)
-    keep = (on < N)[:, None] & (om < M)[None, :]
-    yp = y_ptr + om.to(tl.int64)[None, :] * sy + on[:, None]
-    bp = bias_ptr + on
     if SPLIT:
         if tile >= whole:
             # every element is stored and loaded, also past M and N: whole vectors are faster than masked elements
@@ -203,12 +203,14 @@ def w4a16_gemm(
             tl.debug_barrier()
             done = tl.atomic_add(lock, 1, sem="acq_rel")
             if SPREAD:
-                share_sums(parts, lock, splits, ps, y_ptr, sy, multiplier, bp, on, pm, M, N, BM, BN, HAS_BIAS)
+                share_sums(
+                    parts, lock, splits, ps, y_ptr, sy, multiplier, bias_ptr, pn, pm, M, N, BM, BN, HAS_BIAS, ACT, ASM
+                )
             elif done == splits - 1:
                 total = sum_parts(parts + tl.arange(0, BN * BM), splits, BM, BN)
-                store_tile(yp, total, multiplier, bp, on < N, keep, HAS_BIAS)
+                store_tile(y_ptr, sy, total, multiplier, bias_ptr, pn, om, M, N, HAS_BIAS, ACT, ASM)
                 tl.store(lock, 0)
         else:
-            store_tile(yp, acc, multiplier, bp, on < N, keep, HAS_BIAS)
+            store_tile(y_ptr, sy, acc, multiplier, bias_ptr, pn, om, M, N, HAS_BIAS, ACT, ASM)
     else:
-        store_tile(yp, acc, multiplier, bp, on < N, keep, HAS_BIAS)
+        store_tile(y_ptr, sy, acc, multiplier, bias_ptr, pn, om, M, N, HAS_BIAS, ACT, ASM)

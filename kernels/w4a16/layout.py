@@ -164,6 +164,16 @@ def _padded_columns(g_idx: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     return torch.cat(columns), torch.tensor(owners, device=g_idx.device), 16
 
 
+def paired_rows(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [2 size]: rows of gate [size] and then up [size], in eights by turns; size is a multiple of 8.
+
+    A block of 16 rows is then 8 of gate and their 8 of up, which `mma` gives to one lane.
+    """
+    if size % 8:
+        raise ValueError(f"w4a16: gate and up have {size} rows; multiples of 8 can be paired")
+    return torch.arange(2 * size, device=device).view(2, size // 8, 8).transpose(0, 1).flatten()
+
+
 def servable_group(size: int, columns: int) -> int:
     """The group size that the kernels serve for groups of `size` columns: 0 for one group, or a divisor of it.
 

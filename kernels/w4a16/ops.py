@@ -1,8 +1,9 @@
-"""The packed linear layer as torch operators: `w4a16_linear` for callers, `run` for a given launch.
+"""The packed linear layer as torch operators: `w4a16_linear` and `w4a16_gated` for callers, `run` for a given launch.
 
-`qengine::w4a16_linear` has a fake implementation, so torch.compile and export see through it. Nothing here allocates
-but the result, and nothing waits for the device: the split's partial sums and the slices of unpacked weights live in a
-workspace a (device, stream), made on first use. Call `reserve` before capturing a CUDA graph.
+The operators have fake implementations, so torch.compile and export see through them. Nothing here allocates but the
+result (and what a gated "dequantize" launch has yet to activate), and nothing waits for the device: the split's partial
+sums and the slices of unpacked weights live in a workspace a (device, stream), made on first use. Call `reserve` before
+capturing a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import functools
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qengine.kernels import turing
+from qengine.kernels.fused.activation import KINDS, run_act_and_mul
 from qengine.kernels.launch import Launch, pick
 from qengine.kernels.operator import operator
 
 from .dequant import dequantize_rows
 from .gemm import w4a16_gemm
 from .layout import W4A16Weight
-from .ref import dequantize_ref, linear_ref
+from .ref import dequantize_ref, gated_ref, linear_ref
 
 SPACE_BYTES = 32 << 20
 LARGE_SPACE_BYTES = 256 << 20
@@ -105,12 +108,26 @@ def choose(m: int, weight: W4A16Weight, device: torch.device) -> Launch:
     return pick(m, weight.n, weight.k, weight.group_size, sm, smem, weight.bits, count)
 
 
-def run(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None, out: torch.Tensor, launch: Launch) -> None:
-    """out [M, N] = x [M, K] @ W^T + bias with the given launch, on the current stream."""
-    if launch.kernel == "dequantize":
+def run(
+    x: torch.Tensor,
+    weight: W4A16Weight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    launch: Launch,
+    activation: str | None = None,
+) -> None:
+    """out [M, N] = x [M, K] @ W^T + bias with the given launch, on the current stream.
+
+    activation: a key of KINDS: the weight's rows are paired (layout.paired_rows) and out [M, N / 2] is act(gate) * up.
+    """
+    if launch.kernel != "dequantize":
+        _run_gemm(x, weight, bias, out, launch, activation)
+    elif activation is None:
         _run_dequantize(x, weight, bias, out)
     else:
-        _run_gemm(x, weight, bias, out, launch)
+        both = out.new_empty(x.shape[0], weight.n)
+        _run_dequantize(x, weight, bias, both)
+        run_act_and_mul(both, both[:, 8:], out, activation, paired=True)
 
 
 def fit_split(launch: Launch, tiles: int, floats: int, locks: int) -> tuple[int, int]:
@@ -124,7 +141,12 @@ def fit_split(launch: Launch, tiles: int, floats: int, locks: int) -> tuple[int,
 
 
 def _run_gemm(
-    x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None, out: torch.Tensor, launch: Launch
+    x: torch.Tensor,
+    weight: W4A16Weight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    launch: Launch,
+    activation: str | None,
 ) -> None:
     m = x.shape[0]
     tiles = math.ceil(m / launch.bm) * math.ceil(weight.n / launch.bn)
@@ -171,6 +193,7 @@ def _run_gemm(
         WGMMA=device_limits(x.device.index or 0)[0] == 90 and launch.warps >= 4,
         OVERLAP=launch.overlap,
         SPREAD=launch.spread and split > 1,
+        ACT="" if activation is None else KINDS[activation],
         ASM=True,
         num_warps=launch.warps,
         num_stages=launch.stages,
@@ -271,12 +294,76 @@ def _(
     return x.new_empty(x.shape[0], n)
 
 
+@operator("qengine::w4a16_gated", mutates_args=())
+def _gated(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales_zeros: torch.Tensor,
+    perm: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    multiplier: float,
+    activation: str,
+) -> torch.Tensor:
+    weight = W4A16Weight(words, scales_zeros, perm, n, x.shape[1], bits, group_size, multiplier)
+    if not x.is_cuda:
+        return gated_ref(x, weight, bias, activation)
+    out = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
+    if x.shape[0]:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        run(x, weight, bias, out, choose(x.shape[0], weight, x.device), activation)
+    return out
+
+
+@_gated.register_fake
+def _(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales_zeros: torch.Tensor,
+    perm: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    multiplier: float,
+    activation: str,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], n // 2)
+
+
 def w4a16_linear(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """y [M, N] = x [M, K] @ W^T + bias, in x's dtype (float16, or bfloat16 from compute capability 8.0).
 
     Raises ValueError for shapes, dtypes or devices that do not fit. A CPU tensor is served by the reference; a CUDA
     tensor never is.
     """
+    _check_input(x, weight)
+    return _linear(x, *_fields(weight, bias))
+
+
+def w4a16_gated(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """act(gate) * up [M, N / 2] of y = x @ W^T + bias, whose columns are paired (layout.paired_rows); see w4a16_linear.
+
+    The bits are those of w4a16_linear with the same launch, followed by fused.ops.act_and_mul. activation: a key of
+    fused.activation.KINDS. Raises ValueError as w4a16_linear does, for other activations and for N that 16 does not
+    divide.
+    """
+    _check_input(x, weight)
+    if activation not in KINDS:
+        raise ValueError(f"w4a16: activation {activation!r} is not supported; known are {', '.join(KINDS)}")
+    if weight.n % 16:
+        raise ValueError(f"w4a16: gate and up have {weight.n} rows together; multiples of 16 can be paired")
+    return _gated(x, *_fields(weight, bias), activation)
+
+
+def _fields(weight: W4A16Weight, bias: torch.Tensor | None) -> tuple[Any, ...]:
+    form = (weight.n, weight.bits, weight.group_size, weight.multiplier)
+    return (weight.words, weight.scales_zeros, weight.perm, bias, *form)
+
+
+def _check_input(x: torch.Tensor, weight: W4A16Weight) -> None:
     if x.dim() != 2 or x.shape[1] != weight.k:
         raise ValueError(f"w4a16: x must be [rows, {weight.k}], got {list(x.shape)}")
     if x.device != weight.words.device:
@@ -286,14 +373,3 @@ def w4a16_linear(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None
             raise ValueError(f"w4a16: x is {x.dtype}; float16 and bfloat16 are served on a GPU")
         if x.dtype == torch.bfloat16 and device_limits(x.device.index or 0)[0] < 80:
             raise ValueError("w4a16: bfloat16 needs compute capability 8.0; use float16 on this card")
-    return _linear(
-        x,
-        weight.words,
-        weight.scales_zeros,
-        weight.perm,
-        bias,
-        weight.n,
-        weight.bits,
-        weight.group_size,
-        weight.multiplier,
-    )

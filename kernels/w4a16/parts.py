@@ -4,14 +4,31 @@
 import triton
 import triton.language as tl
 
+from qengine.kernels.fused.activation import activate
+
 
 @triton.jit
-def store_tile(yp, acc, multiplier, bp, rows, keep, HAS_BIAS: tl.constexpr):
-    """Write a tile of y [BN, BM], scaled and with its bias."""
+def store_tile(
+    y_ptr, sy, acc, multiplier, bias_ptr, pn, om, M, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LIB: tl.constexpr
+):  # fmt: skip
+    """Write the sums [BN, columns] of tile pn, scaled and with their bias, to the rows om [columns] of y.
+
+    ACT, LIB: see w4a16_gemm; a row and its partner, 8 further, are registers of one lane.
+    """
+    BN: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    on = pn * BN + tl.arange(0, BN)
     y = acc * multiplier
     if HAS_BIAS:
-        y += tl.load(bp, mask=rows, other=0.0).to(tl.float32)[:, None]
-    tl.store(yp, y.to(yp.dtype.element_ty), mask=keep)
+        y += tl.load(bias_ptr + on, mask=on < N, other=0.0).to(tl.float32)[:, None]
+    y = y.to(y_ptr.dtype.element_ty)
+    if ACT != "":
+        gate, up = tl.split(tl.permute(tl.reshape(y, (BN // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
+        z = activate(gate.to(tl.float32), y.dtype, ACT, LIB).to(tl.float32) * up.to(tl.float32)
+        y = tl.reshape(z.to(y.dtype), (BN // 2, COLUMNS))
+        on = pn * (BN // 2) + tl.arange(0, BN // 2)
+        N = N // 2
+    tl.store(y_ptr + om.to(tl.int64)[None, :] * sy + on[:, None], y, mask=(on < N)[:, None] & (om < M)[None, :])
 
 
 @triton.jit
@@ -58,22 +75,9 @@ def sum_parts(parts, splits, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def share_sums(
-    parts,
-    lock,
-    splits,
-    ps,
-    y_ptr,
-    sy,
-    multiplier,
-    bp,
-    on,
-    pm,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    parts, lock, splits, ps, y_ptr, sy, multiplier, bias_ptr, pn, pm, M, N, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LIB: tl.constexpr,
+):  # fmt: skip
     """Add up a tile's parts, each of its programs an eighth of the columns, or several; write y; clear the lock.
 
     Called by all `splits` programs of the tile, once each has stored its part and counted itself in the lock. They wait
@@ -91,9 +95,8 @@ def share_sums(
         for i in range(1, splits):
             total += tl.load(at + i * (BN * BM), cache_modifier=".cg")
         om = pm * BM + eighth * EIGHTH + tl.arange(0, EIGHTH)
-        keep = (on < N)[:, None] & (om < M)[None, :]
-        yp = y_ptr + om.to(tl.int64)[None, :] * sy + on[:, None]
-        store_tile(yp, from_flat(total, EIGHTH, BN), multiplier, bp, on < N, keep, HAS_BIAS)
+        total = from_flat(total, EIGHTH, BN)
+        store_tile(y_ptr, sy, total, multiplier, bias_ptr, pn, om, M, N, HAS_BIAS, ACT, LIB)
     # the last to leave clears the lock
     tl.debug_barrier()
     if tl.atomic_add(lock, 1, sem="acq_rel") == 2 * splits - 1:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from qengine.kernels.fused.ref import act_and_mul
+
 from .layout import W4A16Weight, unpack_scales, unpack_words
 
 
@@ -31,3 +33,9 @@ def linear_ref(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None =
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+def gated_ref(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """act(gate) * up [M, N / 2] of linear_ref, whose columns are paired: see layout.paired_rows."""
+    gate, up = linear_ref(x, weight, bias).view(x.shape[0], -1, 2, 8).unbind(2)
+    return act_and_mul(gate.flatten(1), up.flatten(1), activation)

@@ -24,6 +24,11 @@ class GatedActivation:
             return ops.act_and_mul((gate, up), self.name)
         return act_and_mul(gate, up, self.name)
 
+    def joined(self, both: torch.Tensor) -> torch.Tensor:
+        """Gate and up side by side [T, 2 I] -> [T, I]."""
+        size = both.shape[1] // 2
+        return self(both[:, :size], both[:, size:])
+
 
 def gated_activation(name: str) -> GatedActivation:
     """The function called `name`. Raises UnsupportedError with the known names."""

@@ -98,7 +98,11 @@ def _rows(weight: LinearWeight) -> int:
 def _reorder_rows(weight: LinearWeight, order: torch.Tensor) -> LinearWeight:
     """The weight with its rows, and those of its bias, in `order`, within each stack of len(order) rows."""
     starts = torch.arange(0, _rows(weight), order.numel(), device=order.device)
-    rows = (starts[:, None] + order[None, :]).flatten()
+    return reorder_rows(weight, (starts[:, None] + order[None, :]).flatten())
+
+
+def reorder_rows(weight: LinearWeight, rows: torch.Tensor) -> LinearWeight:
+    """The weight whose row i, with its bias, is row rows[i] of this one. rows: int64 [N]."""
     bias = None if weight.bias is None else weight.bias[rows.to(weight.bias.device)]
     if isinstance(weight, PlainWeight):
         return PlainWeight(weight.weight[rows.to(weight.weight.device)], bias)

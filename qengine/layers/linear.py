@@ -8,14 +8,17 @@ from typing import Literal
 import torch
 
 from qengine.errors import UnsupportedError
+from qengine.layers.activation import GatedActivation
 from qengine.layers.linear_dense import DenseLinear
 from qengine.layers.linear_fp16 import Fp16PackedLinear
 from qengine.layers.linear_impl import LinearCase, LinearImpl
 from qengine.layers.linear_int4 import CpuInt4Linear
 from qengine.layers.linear_packed import DequantizePerCall
-from qengine.layers.linear_w4a16 import FusedLinear
+from qengine.layers.linear_w4a16 import FusedGatedLinear, FusedLinear
 from qengine.quant import LinearWeight, PlainWeight
 
+PAIRED_ROWS = 16
+"""Rows of gate and up that the kernel takes together: eight of each."""
 Split = Literal["replicated", "columns", "rows"]
 
 CANDIDATES: tuple[type[LinearImpl], ...] = (
@@ -44,7 +47,8 @@ class Linear:
 
     name: as in the checkpoint. split: how tensor parallelism divides the weight: "columns" of the output, "rows" of
     the input, or not at all; information for a loader, nothing here depends on it. observer: called with every input
-    while it is set (calibration). Raises UnsupportedError if no implementation can serve the weight.
+    while it is set (calibration). gate: the weight has the rows of a gate and then those of what it gates, and the
+    result is act(gate) * up, [T, N / 2]. Raises UnsupportedError if no implementation can serve the weight.
     """
 
     def __init__(
@@ -55,8 +59,10 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         split: Split = "replicated",
+        gate: GatedActivation | None = None,
     ) -> None:
         self.name = name
+        self.gate = gate
         self.dtype = dtype
         self.device = device
         self.split = split
@@ -64,15 +70,19 @@ class Linear:
         self._impl = self._build(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X [T, K] -> y [T, N]."""
+        """X [T, K] -> y [T, N], or [T, N / 2] with a gate."""
         if self.observer is not None:
             self.observer(x)
-        return self._impl(x)
+        y = self._impl(x)
+        return y if self.gate is None or self._impl.gated else self.gate.joined(y)
 
     def _build(self, weight: LinearWeight) -> LinearImpl:
         case = LinearCase.of(weight, self.dtype, self.device)
         try:
-            return choose(case)(weight, self.dtype, self.device)
+            chosen = choose(case)
+            if chosen is FusedLinear and self.gate is not None and case.shape[0] % PAIRED_ROWS == 0:
+                return FusedGatedLinear(weight, self.dtype, self.device, self.gate.name)
+            return chosen(weight, self.dtype, self.device)
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.name}: {error}") from None
 

@@ -48,9 +48,13 @@ class LinearCase:
 
 
 class LinearImpl(ABC):
-    """Computes x W^T + bias. Subclasses set shape and bias (or None), and hold the weight in a form of their own."""
+    """Computes x W^T + bias. Subclasses set shape and bias (or None), and hold the weight in a form of their own.
+
+    gated: the result is act(gate) * up [T, N / 2] of the columns gate and up of that.
+    """
 
     name: ClassVar[str]
+    gated: ClassVar[bool] = False
     shape: tuple[int, int]
     bias: torch.Tensor | None
 

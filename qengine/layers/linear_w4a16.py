@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from qengine.layers.join import reorder_rows
 from qengine.layers.kept_memory import keep
-from qengine.layers.linear_impl import LinearCase, LinearImpl, size_of
+from qengine.layers.linear_impl import LinearCase, LinearImpl, size_of, weight_shape
 from qengine.quant import LinearWeight, QuantizedWeight
 
 ROW_MULTIPLE = 8
@@ -65,3 +66,25 @@ class FusedLinear(LinearImpl):
     def nbytes(self) -> int:
         """See LinearImpl."""
         return self._weight.nbytes() + size_of(self.bias)
+
+
+class FusedGatedLinear(FusedLinear):
+    """act(gate) * up [T, N / 2] of a weight with the rows of gate and then those of up, in one kernel."""
+
+    gated = True
+
+    def __init__(self, weight: LinearWeight, dtype: torch.dtype, device: torch.device, activation: str) -> None:
+        from qengine.kernels.w4a16 import paired_rows, w4a16_gated
+
+        size = weight_shape(weight)[0] // 2
+        super().__init__(reorder_rows(weight, paired_rows(size)), dtype, device)
+        self._gated = w4a16_gated
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See LinearImpl; the result is [T, N / 2]."""
+        return self._gated(x, self._weight, self.bias, self._activation)
+
+    def describe(self) -> str:
+        """See LinearImpl."""
+        return f"{super().describe()}, {self._activation}(gate) * up"

@@ -61,22 +61,18 @@ class Attention:
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)). inputs: gate and up, in this order: one joined, or two."""
+    """down(act(gate(x)) * up(x)). inputs: gate and up, in this order, or one that has both and is given the gate."""
 
-    def __init__(self, act: GatedActivation, size: int, inputs: Sequence[Linear], output: Linear) -> None:
+    def __init__(self, act: GatedActivation, inputs: Sequence[Linear], output: Linear) -> None:
         self.act = act
-        self.size = size
         self.inputs = tuple(inputs)
         self.output = output
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X [T, H], normed -> [T, H]."""
         if len(self.inputs) == 1:
-            both = self.inputs[0](x)
-            gate, up = both[:, : self.size], both[:, self.size :]
-        else:
-            gate, up = self.inputs[0](x), self.inputs[1](x)
-        return self.output(self.act(gate, up))
+            return self.output(self.inputs[0](x))
+        return self.output(self.act(self.inputs[0](x), self.inputs[1](x)))
 
 
 class DecoderLayer:

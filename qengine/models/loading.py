@@ -10,7 +10,7 @@ import torch
 
 from qengine.checkpoint import Checkpoint
 from qengine.errors import CheckpointError
-from qengine.layers.activation import gated_activation
+from qengine.layers.activation import GatedActivation, gated_activation
 from qengine.layers.embedding import Embedding
 from qengine.layers.int8_weight import quantize_int8
 from qengine.layers.join import fold_order, join_weights
@@ -168,11 +168,12 @@ class _Loader:
         if fuse:
             # between them is nothing but an element-wise function, and nothing else reads what gate and up give
             gates, down[0] = fold_order(gates, down[0])
-        mlp_inputs = self._linears(start, "mlp", gate_up, "columns", fuse, linears, gates)
+        act = gated_activation(spec.activation)
+        mlp_inputs = self._linears(start, "mlp", gate_up, "columns", fuse, linears, gates, act)
         mlp_output = self._linears(start, "mlp", ["down_proj"], "rows", fuse, linears, down)[0]
         head_norm, full_norms = self._qk_norms(f"{start}self_attn.")
         attention = Attention(spec, index, attention_inputs, attention_output, head_norm, full_norms)
-        mlp = MLP(gated_activation(spec.activation), spec.intermediate_size, mlp_inputs, mlp_output)
+        mlp = MLP(act, mlp_inputs, mlp_output)
         names = spec.norms
         places = (
             (names.attention_in, self.dtype),
@@ -196,14 +197,20 @@ class _Loader:
         fuse: bool,
         into: dict[str, Linear],
         weights: list[LinearWeight] | None = None,
+        act: GatedActivation | None = None,
     ) -> list[Linear]:
-        """The named linears of a block, joined if asked for and possible; also put into `into` by relative name."""
+        """The named linears of a block, joined if asked for and possible; also put into `into` by relative name.
+
+        act: they are a gate and what it gates; where they are one linear, it computes act(gate) * up.
+        """
         weights = self._weights(start, block, names) if weights is None else weights
         joined = join_weights(weights) if fuse and len(weights) > 1 else None
         parts = {"+".join(names): joined} if joined is not None else dict(zip(names, weights, strict=True))
-        made = []
+        made, gate = [], act if len(parts) == 1 else None
         for name, weight in parts.items():
-            linear = Linear(f"{start}{block}.{name}", weight, dtype=self.dtype, device=self.device, split=split)
+            linear = Linear(
+                f"{start}{block}.{name}", weight, dtype=self.dtype, device=self.device, split=split, gate=gate
+            )
             into[f"{block}.{name}"] = linear
             made.append(linear)
         return made

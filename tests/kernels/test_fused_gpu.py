@@ -108,6 +108,15 @@ def test_activations_have_the_bits_of_torch(name: str, dtype: torch.dtype) -> No
     assert not wrong(ops.act_and_mul(joined, name), ref.act_and_mul(joined[:, :1000], joined[:, 1000:], name))
 
 
+@pytest.mark.parametrize(("rows", "size"), [(3, 1000), (900, 1536)])
+def test_gate_and_up_may_lie_in_eights_by_turns(rows: int, size: int) -> None:
+    both, out = matrix(rows, 2 * size, F16, "cuda"), poisoned(rows, size, F16)
+    run_act_and_mul(both, both[:, 8:], out, "silu", paired=True)
+    gate, up = (part.flatten(1) for part in both.reshape(rows, -1, 2, 8).unbind(2))
+    assert beside(out), "wrote beside its rows"
+    assert torch.equal(out, ops.act_and_mul((gate, up), "silu"))
+
+
 def test_activations_of_what_is_not_finite() -> None:
     gate = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1.0]], device="cuda", dtype=F16)
     up = torch.tensor([[1.0, 2.0, 2.0, float("nan")]], device="cuda", dtype=F16)

@@ -5,8 +5,10 @@ from itertools import product
 
 import pytest
 
+from qengine.kernels import sass
 from qengine.kernels.code_facts import compiled_facts, key, load_facts, normal, over_budget
 from qengine.kernels.launch import BUCKETS, SHARED, TABLES, Launch, pick
+from qengine.kernels.w4a16.aot import compile_launch
 
 PREDICTED = (75, 80, 86, 89)
 
@@ -63,6 +65,14 @@ def test_every_launch_is_within_its_budget(sm):
             wrong[name] = over_budget(launch, load_facts()[name], sm, bits)
     assert len(wrong) >= 10
     assert {name: reason for name, reason in wrong.items() if reason} == {}
+
+
+@pytest.mark.parametrize("sm", [75, 90])
+def test_gating_in_the_kernel_leaves_no_register_on_the_stack(sm):
+    for m in (1, 64, 512) if sm == 75 else (16, 256):
+        launch = pick(m, 22016, 4096, 128, sm, SHARED[sm])
+        code = sass.read(compile_launch(launch, sm, 4, 128, activation="silu").asm["cubin"])
+        assert code.stack == 0, launch
 
 
 def test_a_budget_can_be_broken():

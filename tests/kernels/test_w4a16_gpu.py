@@ -8,8 +8,10 @@ import torch
 import triton
 from packed_cases import Case
 
+from qengine.kernels.fused.activation import KINDS
+from qengine.kernels.fused.ops import act_and_mul
 from qengine.kernels.launch import Launch
-from qengine.kernels.w4a16 import dequantize, dequantize_ref, linear_ref, reserve, w4a16_linear
+from qengine.kernels.w4a16 import dequantize, dequantize_ref, linear_ref, reserve, w4a16_gated, w4a16_linear
 from qengine.kernels.w4a16.ops import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -67,6 +69,50 @@ def test_every_kind_of_launch_writes_all_of_y(launch: Launch, m: int) -> None:
     run(x, weight, bias, out[:, :328], launch)
     assert packed_cases.error(out[:, :328], exact) < packed_cases.TOLERANCE[torch.float16]
     assert out[:, 328:].isnan().all(), "wrote past the row"
+
+
+GATED = [
+    *[Case(1152, 576, m, group=64, bias=True) for m in (1, 3, 16, 33, 100, 300)],
+    *[Case(2 * 1368, 1032, 70, bits=b, group=g) for b in (4, 8) for g in (16, -1)],
+    *[Case(2 * 264, 512, m, group=32, act_order=True) for m in (3, 1200)],
+    *[Case(640, 768, m, dtype=d) for d in BF16 for m in (1, 16, 100)],
+    *[Case(16, 8, 1, group=-1), Case(2 * 11008, 4096, 48), Case(2000, 1024, 5000)],
+]
+
+
+def ungated(both: torch.Tensor, name: str) -> torch.Tensor:
+    """act(gate) * up of a product whose columns are paired."""
+    gate, up = both.view(both.shape[0], -1, 2, 8).unbind(2)
+    return act_and_mul((gate.flatten(1), up.flatten(1)), name)
+
+
+@pytest.mark.parametrize("case", GATED, ids=str)
+def test_a_gated_product_has_the_bits_of_its_two_halves(case: Case) -> None:
+    x, weight, bias, exact = packed_cases.make(case, "cuda")
+    got = w4a16_gated(x, weight, bias, "silu")
+    assert torch.equal(got, ungated(w4a16_linear(x, weight, bias), "silu"))
+    gate, up = exact.view(case.m, -1, 2, 8).unbind(2)
+    truth = torch.nn.functional.silu(gate.flatten(1)) * up.flatten(1)
+    assert packed_cases.error(got, truth) < 2 * packed_cases.TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda v: "-".join(str(x) for x in dataclasses.astuple(v)))
+@pytest.mark.parametrize("m", [5, 70])
+def test_every_kind_of_launch_can_be_gated(launch: Launch, m: int) -> None:
+    x, weight, bias, _ = packed_cases.make(Case(336, 1536, m, bias=True), "cuda")
+    out = torch.full((m, 200), float("nan"), dtype=torch.float16, device="cuda")
+    both = torch.full((m, 336), float("nan"), dtype=torch.float16, device="cuda")
+    run(x, weight, bias, out[:, :168], launch, "silu")
+    run(x, weight, bias, both, launch)
+    assert torch.equal(out[:, :168], ungated(both, "silu"))
+    assert out[:, 168:].isnan().all(), "wrote past the row"
+
+
+@pytest.mark.parametrize("name", sorted(set(KINDS)))
+@pytest.mark.parametrize("m", [2, 64])
+def test_every_activation_can_gate(name: str, m: int) -> None:
+    x, weight, bias, _ = packed_cases.make(Case(256, 512, m, bias=True), "cuda")
+    assert torch.equal(w4a16_gated(x, weight, bias, name), ungated(w4a16_linear(x, weight, bias), name))
 
 
 @pytest.mark.parametrize("case", [Case(72, 264, 1, bits=b, group=g) for b in (4, 8) for g in (16, 64, 128)], ids=str)

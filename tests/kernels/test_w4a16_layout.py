@@ -5,7 +5,8 @@ import pytest
 import torch
 from packed_cases import Case
 
-from qengine.kernels.w4a16 import W4A16Weight, dequantize_ref, w4a16_linear
+from qengine.kernels.fused.ref import ACTIVATIONS
+from qengine.kernels.w4a16 import W4A16Weight, dequantize_ref, paired_rows, w4a16_gated, w4a16_linear
 from qengine.kernels.w4a16.layout import _pack_words, unpack_words
 
 
@@ -101,11 +102,42 @@ def test_the_operator_serves_cpu_tensors_by_the_reference_and_has_a_fake() -> No
         y = torch.ops.qengine.w4a16_linear(
             mode.from_tensor(x), weight.words, weight.scales_zeros, None, None, 48, 4, 128, 1.0
         )
-    assert y.shape == (3, 48)
-    assert y.dtype == torch.float16
+        z = torch.ops.qengine.w4a16_gated(
+            mode.from_tensor(x), weight.words, weight.scales_zeros, None, None, 48, 4, 128, 1.0, "silu"
+        )
+    assert (y.shape, z.shape) == ((3, 48), (3, 24))
+    assert y.dtype == z.dtype == torch.float16
 
 
 def test_the_operator_refuses_another_width() -> None:
     x, weight, _, _ = packed_cases.make(Case(16, 128, 2))
     with pytest.raises(ValueError, match=r"\[rows, 128\]"):
         w4a16_linear(x[:, :64], weight)
+
+
+def test_paired_rows_put_eight_of_gate_before_their_eight_of_up() -> None:
+    rows = paired_rows(24).view(-1, 2, 8)
+    assert torch.equal(rows[:, 0].flatten(), torch.arange(24))
+    assert torch.equal(rows[:, 1], rows[:, 0] + 24)
+    with pytest.raises(ValueError, match="20 rows; multiples of 8"):
+        paired_rows(20)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_the_gated_operator_gates_the_product(name: str) -> None:
+    x, weight, bias, exact = packed_cases.make(Case(48, 256, 3, bias=True))
+    gate, up = exact.view(3, 3, 2, 8).unbind(2)
+    truth = ACTIVATIONS[name](gate.flatten(1)) * up.flatten(1)
+    got = w4a16_gated(x, weight, bias, name)
+    assert got.shape == (3, 24)
+    assert packed_cases.error(got, truth) < 2 * packed_cases.TOLERANCE[torch.float16]
+
+
+def test_the_gated_operator_refuses_what_it_does_not_know() -> None:
+    x, weight, _, _ = packed_cases.make(Case(24, 128, 2))
+    with pytest.raises(ValueError, match=r"'sinc' is not supported; known are silu"):
+        w4a16_gated(x, weight, None, "sinc")
+    with pytest.raises(ValueError, match="24 rows together; multiples of 16"):
+        w4a16_gated(x, weight, None, "silu")
+    with pytest.raises(ValueError, match=r"\[rows, 128\]"):
+        w4a16_gated(x[:, :64], weight, None, "silu")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qengine.errors import UnsupportedError
+from qengine.layers.activation import gated_activation
 from qengine.layers.join import join_weights
 from qengine.layers.linear import CANDIDATES, Linear, choose
 from qengine.layers.linear_dense import DenseLinear
@@ -14,7 +15,7 @@ from qengine.layers.linear_fp16 import Fp16PackedLinear
 from qengine.layers.linear_impl import LinearCase
 from qengine.layers.linear_int4 import CpuInt4Linear
 from qengine.layers.linear_packed import DequantizePerCall
-from qengine.layers.linear_w4a16 import FusedLinear
+from qengine.layers.linear_w4a16 import FusedGatedLinear, FusedLinear
 from qengine.quant import PlainWeight, QuantizedWeight, QuantSpec
 
 CPU = torch.device("cpu")
@@ -173,6 +174,38 @@ def test_the_packed_form_of_the_gpu_kernel_holds_the_weights(bits, group, act_or
         exact = exact + weight.bias.double()
     error = (layer(x).double() - exact).norm() / exact.norm()
     assert error < 1e-3
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_a_gated_layer_is_the_activation_of_its_first_half_times_the_second(name, act_order):
+    weight, act = make_weight(96, 256, group=64, order=act_order), gated_activation(name)
+    x = torch.randn(5, 256, dtype=torch.float16)
+    both = truth(weight, x)
+    expected = act(both[:, :48], both[:, 48:])
+    fused = FusedGatedLinear(weight, torch.float16, CPU, name)  # on a CPU tensor by the operator's reference
+    assert fused.shape == (96, 256)
+    assert name in fused.describe()
+    linear = Linear("x", weight, dtype=torch.float32, device=CPU, gate=act)
+    assert not linear._impl.gated
+    for got in (fused(x), linear(x.float())):
+        assert got.shape == (5, 48)
+        assert (got.double() - expected).norm() / expected.norm() < 2e-3
+    linear.set_weight(torch.zeros(96, 256))
+    bias = weight.bias.float()
+    assert torch.equal(linear(x.float()), act(bias[None, :48], bias[None, 48:]).expand(5, 48))
+
+
+@pytest.mark.parametrize(("rows", "gated"), [(96, True), (72, False)])  # 36 rows of gate and of up are no eights
+def test_the_kernel_gates_where_its_rows_can_be_paired(rows, gated, monkeypatch):
+    monkeypatch.setattr("qengine.layers.linear.choose", lambda case: FusedLinear)
+    weight = make_weight(rows, 256, group=64)
+    linear = Linear("x", weight, dtype=torch.float16, device=CPU, gate=gated_activation("silu"))
+    assert linear._impl.gated is gated
+    x = torch.randn(5, 256, dtype=torch.float16)
+    gate, up = truth(weight, x).chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert (linear(x).double() - expected).norm() / expected.norm() < 2e-3
 
 
 def test_without_a_fitting_implementation_all_reasons_are_given():

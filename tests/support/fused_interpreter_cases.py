@@ -50,6 +50,17 @@ def activation(name: str, rows: int, size: int, dtype: torch.dtype, block: int) 
     return wrong(out, ref.act_and_mul(gate, up, name), **(LOOSE if dtype == BF16 else {"ulps": 2.0, "share": 0.1}))
 
 
+def paired(name: str, rows: int, size: int) -> str:
+    both = matrix(rows, 2 * size, F16, "cpu")
+    out, want = (torch.full((rows, size + 16), float("nan")).to(F16)[:, 8:-8] for _ in range(2))
+    run_act_and_mul(both, both[:, 8:], out, name, launch=(32, 4), paired=True)
+    gate, up = (part.flatten(1) for part in both.reshape(rows, -1, 2, 8).unbind(2))
+    run_act_and_mul(gate, up, want, name, launch=(32, 4))
+    if not beside(out):
+        return "wrote beside its rows"
+    return "" if torch.equal(out, want) else "not those of gate and up apart"
+
+
 def embedding(table_dtype: torch.dtype, dtype: torch.dtype, scale: float, kind: torch.dtype) -> str:
     table = matrix(7, 40, table_dtype, "cpu")
     ids = torch.tensor([0, 6, -1, 7, 3, 3, 2**31 - 1, -(2**31)], dtype=kind)
@@ -89,6 +100,7 @@ def cases():
         yield f"{name} float16", activation(name, 3, 100, F16, 64)
         yield f"{name} float32", activation(name, 2, 33, F32, 32)
     yield "silu bfloat16", activation("silu", 2, 64, BF16, 64)
+    yield "silu of eights by turns", paired("silu", 3, 72)
     yield "embedding float16", embedding(F16, F16, 1.0, torch.int64)
     yield "embedding bfloat16 to float16, scaled", embedding(BF16, F16, 3.3, torch.int32)
     yield "embedding float32 to float16, scaled", embedding(F32, F16, 3.3, torch.int64)

@@ -19,7 +19,7 @@ from qengine.kernels.w4a16.layout import W4A16Weight
 from qengine.layers.activation import gated_activation
 from qengine.layers.embedding import Embedding
 from qengine.layers.linear import Linear
-from qengine.layers.linear_w4a16 import FusedLinear
+from qengine.layers.linear_w4a16 import FusedGatedLinear, FusedLinear
 from qengine.layers.norm import RMSNorm
 from qengine.layers.rope import Rope
 from qengine.models.decoder import MLP, Attention, Decoder, DecoderLayer
@@ -105,31 +105,33 @@ def forget_compiled():
         kernel.device_caches.clear()
 
 
-def _linear(shape, bits=4, group=128, bias=False):
+def _linear(shape, bits=4, group=128, bias=False, act=None):
     n, k = shape
     weight = W4A16Weight(
         torch.empty(-(-n // 16), -(-k // (512 // bits)), 256, dtype=torch.int32, device=DEVICE),
         torch.empty(-(-k // group), -(-n // 16), 8, 2, dtype=torch.int32, device=DEVICE),
         None, n, k, bits, group, 1.0,
     )  # fmt: skip
-    impl = object.__new__(FusedLinear)
+    impl = object.__new__(FusedLinear if act is None else FusedGatedLinear)
     impl.shape, impl._weight, impl._run = shape, weight, ops.w4a16_linear
+    if act is not None:
+        impl._gated, impl._activation = ops.w4a16_gated, act.name
     impl.bias = torch.empty(n, dtype=torch.float16, device=DEVICE) if bias else None
     linear = object.__new__(Linear)
-    linear.name, linear.dtype, linear.device, linear.split, linear.observer, linear._impl = (
-        "ghost", torch.float16, DEVICE, "replicated", None, impl,
+    linear.name, linear.dtype, linear.device, linear.split, linear.observer, linear._impl, linear.gate = (
+        "ghost", torch.float16, DEVICE, "replicated", None, impl, act,
     )  # fmt: skip
     return linear
 
 
 def ghost_decoder(spec):
     """A Llama-like Decoder of one layer, float16; to be made within recorded_launches."""
-    shapes = spec.linear_shapes()
+    shapes, act = spec.linear_shapes(), gated_activation(spec.activation)
     qkv = sum(shapes[f"self_attn.{x}_proj"][0] for x in "qkv")
     linears = {
         "qkv": _linear((qkv, spec.hidden_size)),
         "o": _linear(shapes["self_attn.o_proj"]),
-        "gate_up": _linear((2 * spec.intermediate_size, spec.hidden_size)),
+        "gate_up": _linear((2 * spec.intermediate_size, spec.hidden_size), act=act),
         "down": _linear(shapes["mlp.down_proj"]),
     }
 
@@ -137,7 +139,7 @@ def ghost_decoder(spec):
         return RMSNorm(torch.empty(spec.hidden_size, dtype=torch.float16, device=DEVICE), spec.norm_eps, torch.float16)
 
     attention = Attention(spec, 0, [linears["qkv"]], linears["o"], None, None)
-    mlp = MLP(gated_activation(spec.activation), spec.intermediate_size, [linears["gate_up"]], linears["down"])
+    mlp = MLP(act, [linears["gate_up"]], linears["down"])
     rope = _Device(spec.layers[0].rope, DEVICE)
     layer = DecoderLayer(spec, torch.float16, attention, mlp, (norm(), None, norm(), None), rope, linears)
     table = torch.empty(spec.vocab_size, spec.hidden_size, dtype=torch.float16, device=DEVICE)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from packed_cases import TOLERANCE, Case, error, make
 
+from qengine.kernels.fused.ref import act_and_mul
 from qengine.kernels.launch import Launch
 from qengine.kernels.w4a16 import dequantize_ref
 from qengine.kernels.w4a16.dequant import dequantize_rows
@@ -44,11 +45,22 @@ CASES = [
 ]
 
 
-def product(case: Case, launch: Launch) -> float:
-    """The relative error of one case; infinite where y was not all written or a lock was left taken."""
+GATED = [
+    (Case(64, 256, 1), Launch(bm=8, bn=64), "silu"),
+    (Case(48, 384, 3, bias=True), Launch(bm=8, bn=32, split=2, whole=1, prefetch=1), "gelu_tanh"),
+    (Case(80, 1024, 9, group=256, bias=True), Launch(bm=16, bn=32, split=3, prefetch=2, halves=True), "silu"),
+    (Case(48, 192, 17, bits=8, group=32), Launch(bm=32, bn=32, split=3, scaled=True, overlap=True), "relu2"),
+    (Case(32, 256, 2, group=64, act_order=True), Launch(bm=8, bn=32, scaled=True), "quick_gelu"),
+]
+NAMES = {"gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def multiply(case: Case, launch: Launch, act: str = "") -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(y, None where it was not all written or a lock was left taken; the exact product)."""
     bm, bn, split, whole = launch.bm, launch.bn, launch.split, launch.whole
     x, weight, bias, exact = make(case)
-    out = torch.full((case.m, case.n + 8), float("nan")).to(case.dtype)
+    columns = case.n // 2 if act else case.n
+    out = torch.full((case.m, columns + 8), float("nan")).to(case.dtype)
     tiles = -(-case.m // bm) * -(-case.n // bn)
     whole = min(whole, tiles) if split > 1 else tiles
     part = torch.full((max(1, (tiles - whole) * split * bm * bn),), float("nan"))
@@ -58,13 +70,27 @@ def product(case: Case, launch: Launch) -> float:
         x if bias is None else bias, out, part, locks, case.m, case.n // 8, case.k, weight.words.shape[1],
         x.stride(0), out.stride(0), split, whole, weight.multiplier, BITS=weight.bits, GROUP=weight.group_size,
         BM=bm, BN=bn, SPLIT=split > 1, PREFETCH=launch.prefetch, SCALED=launch.scaled,
-        HALVES=launch.halves, OVERLAP=launch.overlap, SPREAD=False,
+        HALVES=launch.halves, OVERLAP=launch.overlap, SPREAD=False, ACT=act,
         HAS_PERM=weight.perm is not None, HAS_BIAS=bias is not None,
         EVEN_K=weight.perm is None and weight.k == weight.k_padded, PDL=0, TMA=False, WGMMA=False, ASM=False,
     )  # fmt: skip
-    if locks.any() or not out[:, case.n :].isnan().all():
-        return float("inf")
-    return error(out[:, : case.n], exact)
+    if locks.any() or not out[:, columns:].isnan().all():
+        return None, exact
+    return out[:, :columns], exact
+
+
+def product(case: Case, launch: Launch) -> float:
+    """The relative error of one case; infinite where `multiply` has no y."""
+    got, exact = multiply(case, launch)
+    return float("inf") if got is None else error(got, exact)
+
+
+def gated(case: Case, launch: Launch, act: str) -> float:
+    """As `product`, for act(gate) * up in the kernel."""
+    got, exact = multiply(case, launch, act)
+    gate, up = exact.view(case.m, -1, 2, 8).unbind(2)
+    exact = act_and_mul(gate.flatten(1), up.flatten(1), NAMES.get(act, act))
+    return float("inf") if got is None else error(got, exact)
 
 
 def unpacked(weight: W4A16Weight) -> bool:
@@ -82,10 +108,11 @@ def unpacked(weight: W4A16Weight) -> bool:
 def share(parts, locks, y, bias, M, N, sy, splits, tiles_m, BM: tl.constexpr, BN: tl.constexpr):
     """What a program of a tile in parts does once all parts are there."""
     tile = tl.program_id(0) // splits
-    on = tile // tiles_m * BN + tl.arange(0, BN)
     ps = tl.program_id(0) % splits
     mine = parts + tile * splits * (BN * BM)
-    share_sums(mine, locks + tile, splits, ps, y, sy, 2.0, bias + on, on, tile % tiles_m, M, N, BM, BN, True)
+    share_sums(
+        mine, locks + tile, splits, ps, y, sy, 2.0, bias, tile // tiles_m, tile % tiles_m, M, N, BM, BN, True, "", False
+    )
 
 
 def shared(splits: int, m: int = 100, n: int = 56, bm: int = 64, bn: int = 32) -> bool:
@@ -111,6 +138,11 @@ def main() -> int:
         if not value < TOLERANCE[case.dtype] * (2 if case.dtype == BF16 else 1):
             failed += 1
             print(f"FAILED {case} {launch}: relative error {value:.2e}")
+    for case, launch, act in GATED:
+        value = gated(case, launch, act)
+        if not value < 2 * TOLERANCE[case.dtype]:
+            failed += 1
+            print(f"FAILED {act} {case} {launch}: relative error {value:.2e}")
     for case in (Case(40, 264, 1, group=16), Case(24, 192, 1, bits=8, group=64), Case(24, 256, 1)):
         if not unpacked(make(case)[1]):
             failed += 1
@@ -119,7 +151,7 @@ def main() -> int:
         if not shared(splits):
             failed += 1
             print(f"FAILED share_sums of {splits} parts")
-    print(f"{len(CASES) + 6 - failed} cases passed")
+    print(f"{len(CASES) + len(GATED) + 6 - failed} cases passed")
     return failed
 
 

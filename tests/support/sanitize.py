@@ -48,16 +48,19 @@ def chosen() -> int:
     import torch
     from packed_cases import TOLERANCE, Case, error, make
 
-    from qengine.kernels.w4a16 import dequantize, dequantize_ref, w4a16_linear
+    from qengine.kernels.w4a16 import dequantize, dequantize_ref, gated_ref, w4a16_gated, w4a16_linear
 
     layers = (
         Case(24, 136, 2, group=-1), Case(200, 264, 9, group=16, bias=True), Case(72, 520, 33, bits=8, group=64),
-        Case(136, 384, 3, group=32, act_order=True), Case(328, 640, 70, bias=True), Case(264, 512, 2100),
+        Case(136, 384, 3, group=32, act_order=True), Case(336, 640, 70, bias=True), Case(272, 512, 2100),
     )  # fmt: skip
     for case in layers:
         x, weight, bias, exact = make(case, "cuda")
         assert error(w4a16_linear(x, weight, bias), exact) < TOLERANCE[case.dtype], case
         assert torch.equal(dequantize(weight), dequantize_ref(weight, torch.float16)), case
+        if case.n % 16 == 0:
+            gated = w4a16_gated(x, weight, bias, "silu")
+            assert error(gated, gated_ref(x, weight, bias, "silu").double().cpu()) < 2 * TOLERANCE[case.dtype], case
     return len(layers)
 
 
