@@ -89,7 +89,7 @@ def pick_prefill(sm: int, head_dim: int, kind: Kind, group: int, max_query_len: 
         launch = _wide(head_dim) if sm == 90 else _narrow(head_dim, quantized)
         least = 16
     else:
-        launch = _turing(head_dim, kind)
+        launch = _turing(head_dim, kind, rows)
         # smaller tiles of quantized values are given so few registers by the assembler that it uses the stack
         least = (64 if head_dim > 128 else 32) if quantized else 16
     while launch.bm > least and launch.bm // 2 >= rows:
@@ -105,11 +105,22 @@ def pick_prefill(sm: int, head_dim: int, kind: Kind, group: int, max_query_len: 
     return replace(launch, prefetch=ahead, pack=packing(group, launch.bm, max_query_len))
 
 
-def _turing(head_dim: int, kind: Kind) -> PrefillLaunch:
+def _turing(head_dim: int, kind: Kind, rows: int) -> PrefillLaunch:
     if head_dim > 128:
-        return PrefillLaunch(bm=64, bn=32, warps=8, whole=True)
+        return _turing_wide(head_dim, kernel_kind(kind), rows)
     ahead = kind == "int4" or (kind != "int8" and head_dim < 112)
     return PrefillLaunch(bm=128, bn=64, warps=8, prefetch=ahead)
+
+
+def _turing_wide(head_dim: int, kind: str, rows: int) -> PrefillLaunch:
+    if kind == "float" and rows <= 32:
+        # few rows: what counts is how many loads are under way
+        return PrefillLaunch(bm=64, bn=32, warps=8, whole=True)
+    padded = sum(parts(head_dim, kind)) == 256
+    if kind == "float" and not padded:
+        return PrefillLaunch(bm=64, bn=32, warps=4)
+    # 32 keys a turn would not fit in registers; nor would int8 values of a padded head that are loaded ahead
+    return PrefillLaunch(bm=64, bn=16, warps=4, sums=True, prefetch=kind != "int8" or not padded)
 
 
 def _narrow(head_dim: int, quantized: bool) -> PrefillLaunch:

@@ -93,7 +93,7 @@ def w4a16_gemm(
     block before it run, which helps where one program fills a multiprocessor.
     SPREAD: all programs of a tile in parts wait for each other and add up a share each, for large tiles.
     ACT: "", or a function of fused/activation.py: the rows of W are gate and up as `layout.paired_rows` orders them,
-    and y [M, N / 2] is act(gate) * up, rounded as if the product had been stored first.
+    and y [M, N / 2] is act(gate) * up, rounded where it would be if the product were stored first (activate_quickly).
     ASM: False in Triton's interpreter, which knows neither assembly nor CUDA's math library.
     """
     tl.static_assert(not OVERLAP or (SCALED and PREFETCH == 0 and not HALVES), "OVERLAP keeps one sum of whole blocks")

@@ -346,9 +346,10 @@ def w4a16_linear(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None
 def w4a16_gated(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """act(gate) * up [M, N / 2] of y = x @ W^T + bias, whose columns are paired (layout.paired_rows); see w4a16_linear.
 
-    The bits are those of w4a16_linear with the same launch, followed by fused.ops.act_and_mul. activation: a key of
-    fused.activation.KINDS. Raises ValueError as w4a16_linear does, for other activations and for N that 16 does not
-    divide.
+    The result is that of w4a16_linear with the same launch followed by fused.ops.act_and_mul, but for the quick
+    exponential of fused.activation.activate_quickly. activation: a key of fused.activation.KINDS.
+
+    Raises ValueError as w4a16_linear does, for other activations and for N that 16 does not divide.
     """
     _check_input(x, weight)
     if activation not in KINDS:
