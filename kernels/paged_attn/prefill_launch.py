@@ -97,6 +97,9 @@ def pick_prefill(sm: int, head_dim: int, kind: Kind, group: int, max_query_len: 
         launch = replace(
             launch, bm=bm, warps=max(1, bm * launch.warps // launch.bm) if sm >= 80 else 8 if bm > 32 else 4
         )
+    if sm < 80 and launch.bm == 64 and 64 < head_dim <= 128 and kind != "int4":
+        # eight warps would share rows, see `sums`; 4-bit values would not fit in the registers of four
+        launch = replace(launch, warps=4, sums=True)
     if sm < 80 and launch.bm == 16 and parts(head_dim, kernel_kind(kind), launch.whole) == (64, 16):
         # 64 keys would take more registers than there are
         launch = replace(launch, bn=32)
