@@ -21,7 +21,7 @@ from qengine.bench.measure import Row, run_async, run_load
 from qengine.bench.memory import GIB, PeakMemory
 from qengine.bench.predict import make_predictor, predicted_rate
 from qengine.bench.reference import reference
-from qengine.bench.startup import disk_cache_note, measure_startup
+from qengine.bench.startup import disk_cache_note, measure_startups
 from qengine.errors import ConfigError
 from qengine.llm import LLM
 from qengine.random_model import is_random, write_random_model
@@ -192,10 +192,9 @@ def _startup(options: Options, report: Report, say: Say) -> None:
         if is_random(model):
             say("start-up: writing a checkpoint to read from")
             model = stack.enter_context(written_model(options))
-        settings = llm_settings(options)
-        for empty in (False, True):
-            say(f"start-up with {'an empty' if empty else 'a warm'} Triton cache")
-            report.startup.append(measure_startup(model, settings, empty_cache=empty))
+        say("start-up with an empty and with a warm Triton cache")
+        # the warm one first, as it always stood in reports
+        report.startup += reversed(measure_startups(model, llm_settings(options)))
         report.memory["weights_on_disk"] = disk_cache_note(model)
 
 

@@ -1,4 +1,4 @@
-"""From a process's start to its first token: run in processes of their own, with a warm and with an empty Triton cache.
+"""From a process's start to its first token: run in processes of their own, with an empty and with a warm Triton cache.
 
 The child is `python -m qengine.bench.startup JSON`, JSON being {"model": ..., "settings": {...}, "started": epoch}.
 """
@@ -20,29 +20,33 @@ from qengine.errors import QEngineError
 PROMPT_TOKENS = 128
 
 
-def measure_startup(model: str, settings: dict[str, Any], *, empty_cache: bool, timeout: float = 600) -> dict[str, Any]:
-    """Seconds until qengine is imported, the model is loaded and the first token is there, counted from the exec.
+def measure_startups(model: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two starts that share a Triton cache of their own: the first finds it empty, the second what the first compiled.
 
-    empty_cache: Triton compiles every kernel anew. Raises QEngineError with the child's last words.
+    See measure_startup.
     """
     with tempfile.TemporaryDirectory(prefix="qengine-triton-") as folder:
-        environment = dict(os.environ)
-        if empty_cache:
-            environment["TRITON_CACHE_DIR"] = folder
-        task = json.dumps({"model": model, "settings": settings, "started": time.time()})
-        command = [sys.executable, "-m", "qengine.bench.startup", task]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise QEngineError(f"start-up: no token within {timeout:g} s; try --loads without startup") from None
+        return [measure_startup(model, settings, Path(folder)) | {"triton_cache": state} for state in ("empty", "warm")]
+
+
+def measure_startup(model: str, settings: dict[str, Any], cache: Path, timeout: float = 600) -> dict[str, Any]:
+    """Seconds until qengine is imported, the model is loaded and the first token is there, counted from the exec.
+
+    cache: the folder of Triton's cache. Raises QEngineError with the child's last words.
+    """
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    task = json.dumps({"model": model, "settings": settings, "started": time.time()})
+    command = [sys.executable, "-m", "qengine.bench.startup", task]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise QEngineError(f"start-up: no token within {timeout:g} s; try --loads without startup") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         words = " ".join(done.stderr.strip().splitlines()[-3:])
         raise QEngineError(f"start-up: the process ended with {done.returncode}: {words}")
     result: dict[str, Any] = json.loads(lines[-1])
-    return result | {"triton_cache": "empty" if empty_cache else "warm"}
+    return result
 
 
 def disk_cache_note(model: str) -> str:

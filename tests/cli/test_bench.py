@@ -14,7 +14,7 @@ from qengine.bench import report as reports
 from qengine.bench.loads import FULL, QUICK, T4, Load, LoadMaker
 from qengine.bench.measure import make_row, percentiles
 from qengine.bench.reference import VLLM_H200, reference
-from qengine.bench.startup import measure_startup
+from qengine.bench.startup import measure_startup, measure_startups
 from qengine.cli.main import app
 from qengine.errors import ConfigError, QEngineError
 from qengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -144,13 +144,26 @@ def test_the_whole_benchmark_on_a_cpu(folder, tmp_path, monkeypatch):
     assert (tmp_path / "r.png").exists() or "matplotlib is not installed" in result.stderr
 
 
-def test_start_up_is_measured_in_a_process_of_its_own(folder):
+def test_start_up_is_measured_in_a_process_of_its_own(folder, tmp_path):
     settings = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 256, "swap_space": 0}
-    found = measure_startup(str(folder), settings, empty_cache=True)
+    found = measure_startup(str(folder), settings, tmp_path)
     assert 0 < found["import_s"] < found["load_s"] < found["first_token_s"]
-    assert found["triton_cache"] == "empty"
     with pytest.raises(QEngineError, match="max_model_len"):
-        measure_startup(str(folder), settings | {"max_model_len": -1}, empty_cache=False)
+        measure_startup(str(folder), settings | {"max_model_len": -1}, tmp_path)
+
+
+def test_a_warm_start_finds_what_the_start_before_it_compiled(monkeypatch):
+    found = []
+
+    def start(model, settings, cache):
+        found.append((cache, sorted(file.name for file in cache.iterdir())))
+        (cache / "kernel").touch()
+        return {"first_token_s": 1.0}
+
+    monkeypatch.setattr("qengine.bench.startup.measure_startup", start)
+    assert [row["triton_cache"] for row in measure_startups("m", {})] == ["empty", "warm"]
+    assert found[0][0] == found[1][0]
+    assert [files for _, files in found] == [[], ["kernel"]]
 
 
 def test_a_request_that_is_too_long_is_refused_with_the_numbers(folder):
@@ -264,7 +277,7 @@ def test_a_load_that_fails_is_noted_and_the_others_run(folder, tmp_path, monkeyp
         return real(llm, runs)
 
     monkeypatch.setattr(serving, "run_load", failing)
-    monkeypatch.setattr(serving, "measure_startup", lambda *a, **k: (_ for _ in ()).throw(QEngineError("no start")))
+    monkeypatch.setattr(serving, "measure_startups", lambda *a, **k: (_ for _ in ()).throw(QEngineError("no start")))
     loads = "latency,streams,mixed,startup"
     result = run(folder, *CPU, "--quick", "--loads", loads, "--out", tmp_path, "--name", "f")
     assert result.exit_code == 1
