@@ -70,7 +70,12 @@ def peers() -> list[str]:
     return markdown(read("convert_peers")).strip().splitlines()
 
 
-TABLES = {"serving": serving, "sampler": sampler, "peers": peers}
+def peers_cpu() -> list[str]:
+    """The same on a CPU."""
+    return markdown(read("convert_peers_cpu")).strip().splitlines()
+
+
+TABLES = {"serving": serving, "sampler": sampler, "peers": peers, "peers on a CPU": peers_cpu}
 
 
 def filled(text: str, names: list[str]) -> str:
