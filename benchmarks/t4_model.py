@@ -22,10 +22,13 @@ from pathlib import Path
 
 import triton
 import write_tables
+from rich.progress import track
 
+from qengine.kernels import sass
 from qengine.kernels.code_facts import instructions_a_weight, key, load_facts, over_budget, shipped_version
 from qengine.kernels.cost import CARDS, MODELS, Card, StepCost, decode_step, kernel_time, prefill_step
-from qengine.kernels.launch import TABLES, Launch
+from qengine.kernels.launch import SHARED, TABLES, Launch
+from qengine.kernels.w4a16.aot import compile_launch
 
 
 def check() -> list[str]:
@@ -47,7 +50,18 @@ def check() -> list[str]:
         shipped = load_facts().get(key(launch, sm, bits, group))
         if shipped and shipped_version() == triton.__version__ and shipped != code:
             wrong.append(f"{name}: code.json is out of date; run --write-code")
-    return wrong + _slow()
+    return wrong + _gated([kind for kind in kinds if kind[2] == 4]) + _slow()
+
+
+def _gated(kinds: list[tuple[Launch, int, int, int]]) -> list[str]:
+    """What breaks the budget once the product's epilogue has an activation to compute."""
+    wrong = []
+    for launch, sm, bits, group in track(kinds, "gated products", disable=not sys.stderr.isatty()):
+        kernel = compile_launch(launch, sm, bits, group, activation="gelu_tanh")
+        stack, shared = sass.read(kernel.asm["cubin"]).stack, kernel.metadata.shared
+        if stack or shared > SHARED[sm]:
+            wrong.append(f"gated, group {group}, {launch}: {stack} bytes of stack, {shared} of shared memory")
+    return wrong
 
 
 def _slow() -> list[str]:

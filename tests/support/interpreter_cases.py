@@ -49,7 +49,7 @@ GATED = [
     (Case(64, 256, 1), Launch(bm=8, bn=64), "silu"),
     (Case(48, 384, 3, bias=True), Launch(bm=8, bn=32, split=2, whole=1, prefetch=1), "gelu_tanh"),
     (Case(80, 1024, 9, group=256, bias=True), Launch(bm=16, bn=32, split=3, prefetch=2, halves=True), "silu"),
-    (Case(48, 192, 17, bits=8, group=32), Launch(bm=32, bn=32, split=3, scaled=True, overlap=True), "relu2"),
+    (Case(48, 192, 17, bits=8, group=32), Launch(bm=32, bn=32, split=3, scaled=True, overlap=True), "relu"),
     (Case(32, 256, 2, group=64, act_order=True), Launch(bm=8, bn=32, scaled=True), "quick_gelu"),
 ]
 NAMES = {"gelu_tanh": "gelu_pytorch_tanh"}
