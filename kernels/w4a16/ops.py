@@ -1,6 +1,6 @@
-"""The packed linear layer as torch operators: `w4a16_linear` and `w4a16_gated` for callers, `run` for a given launch.
+"""The packed linear layer as a torch operator: `w4a16_linear` and `w4a16_gated` for callers, `run` for a given launch.
 
-The operators have fake implementations, so torch.compile and export see through them. Nothing here allocates but the
+Their operator has a fake implementation, so torch.compile and export see through it. Nothing here allocates but the
 result (and what a gated "dequantize" launch has yet to activate), and nothing waits for the device: the split's partial
 sums and the slices of unpacked weights live in a workspace a (device, stream), made on first use. Call `reserve` before
 capturing a CUDA graph.
@@ -269,13 +269,15 @@ def _linear(
     bits: int,
     group_size: int,
     multiplier: float,
+    activation: str | None = None,
 ) -> torch.Tensor:
     weight = W4A16Weight(words, scales_zeros, perm, n, x.shape[1], bits, group_size, multiplier)
     if not x.is_cuda:
-        return linear_ref(x, weight, bias)
-    out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+        return linear_ref(x, weight, bias) if activation is None else gated_ref(x, weight, bias, activation)
+    out = torch.empty(x.shape[0], _columns(n, activation), dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        run(x if x.stride(1) == 1 else x.contiguous(), weight, bias, out, choose(x.shape[0], weight, x.device))
+        x = x if x.stride(1) == 1 else x.contiguous()
+        run(x, weight, bias, out, choose(x.shape[0], weight, x.device), activation)
     return out
 
 
@@ -290,47 +292,13 @@ def _(
     bits: int,
     group_size: int,
     multiplier: float,
+    activation: str | None = None,
 ) -> torch.Tensor:
-    return x.new_empty(x.shape[0], n)
+    return x.new_empty(x.shape[0], _columns(n, activation))
 
 
-@operator("qengine::w4a16_gated", mutates_args=())
-def _gated(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales_zeros: torch.Tensor,
-    perm: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    n: int,
-    bits: int,
-    group_size: int,
-    multiplier: float,
-    activation: str,
-) -> torch.Tensor:
-    weight = W4A16Weight(words, scales_zeros, perm, n, x.shape[1], bits, group_size, multiplier)
-    if not x.is_cuda:
-        return gated_ref(x, weight, bias, activation)
-    out = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
-    if x.shape[0]:
-        x = x if x.stride(1) == 1 else x.contiguous()
-        run(x, weight, bias, out, choose(x.shape[0], weight, x.device), activation)
-    return out
-
-
-@_gated.register_fake
-def _(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales_zeros: torch.Tensor,
-    perm: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    n: int,
-    bits: int,
-    group_size: int,
-    multiplier: float,
-    activation: str,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], n // 2)
+def _columns(n: int, activation: str | None) -> int:
+    return n if activation is None else n // 2
 
 
 def w4a16_linear(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -356,7 +324,7 @@ def w4a16_gated(x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None,
         raise ValueError(f"w4a16: activation {activation!r} is not supported; known are {', '.join(KINDS)}")
     if weight.n % 16:
         raise ValueError(f"w4a16: gate and up have {weight.n} rows together; multiples of 16 can be paired")
-    return _gated(x, *_fields(weight, bias), activation)
+    return _linear(x, *_fields(weight, bias), activation)
 
 
 def _fields(weight: W4A16Weight, bias: torch.Tensor | None) -> tuple[Any, ...]:

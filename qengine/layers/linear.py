@@ -14,11 +14,9 @@ from qengine.layers.linear_fp16 import Fp16PackedLinear
 from qengine.layers.linear_impl import LinearCase, LinearImpl
 from qengine.layers.linear_int4 import CpuInt4Linear
 from qengine.layers.linear_packed import DequantizePerCall
-from qengine.layers.linear_w4a16 import FusedGatedLinear, FusedLinear
+from qengine.layers.linear_w4a16 import PAIRED_ROWS, FusedGatedLinear, FusedLinear
 from qengine.quant import LinearWeight, PlainWeight
 
-PAIRED_ROWS = 16
-"""Rows of gate and up that the kernel takes together: eight of each."""
 Split = Literal["replicated", "columns", "rows"]
 
 CANDIDATES: tuple[type[LinearImpl], ...] = (

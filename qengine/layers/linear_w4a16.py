@@ -11,6 +11,8 @@ from qengine.quant import LinearWeight, QuantizedWeight
 
 ROW_MULTIPLE = 8
 GROUP_MULTIPLE = 16
+PAIRED_ROWS = 16
+"""Rows of gate and up that the kernel takes together: eight of each."""
 
 
 class FusedLinear(LinearImpl):
@@ -78,13 +80,20 @@ class FusedGatedLinear(FusedLinear):
 
         size = weight_shape(weight)[0] // 2
         super().__init__(reorder_rows(weight, paired_rows(size)), dtype, device)
+        # `bias` stays in the order that the layer's user knows, for `Linear.set_weight`
+        self._paired_bias = self.bias
+        self.bias = None if weight.bias is None else weight.bias.to(device, dtype)
         self._gated = w4a16_gated
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See LinearImpl; the result is [T, N / 2]."""
-        return self._gated(x, self._weight, self.bias, self._activation)
+        return self._gated(x, self._weight, self._paired_bias, self._activation)
 
     def describe(self) -> str:
         """See LinearImpl."""
         return f"{super().describe()}, {self._activation}(gate) * up"
+
+    def nbytes(self) -> int:
+        """See LinearImpl."""
+        return super().nbytes() + size_of(self._paired_bias)

@@ -102,7 +102,7 @@ def test_the_operator_serves_cpu_tensors_by_the_reference_and_has_a_fake() -> No
         y = torch.ops.qengine.w4a16_linear(
             mode.from_tensor(x), weight.words, weight.scales_zeros, None, None, 48, 4, 128, 1.0
         )
-        z = torch.ops.qengine.w4a16_gated(
+        z = torch.ops.qengine.w4a16_linear(
             mode.from_tensor(x), weight.words, weight.scales_zeros, None, None, 48, 4, 128, 1.0, "silu"
         )
     assert (y.shape, z.shape) == ((3, 48), (3, 24))

@@ -186,6 +186,7 @@ def test_a_gated_layer_is_the_activation_of_its_first_half_times_the_second(name
     fused = FusedGatedLinear(weight, torch.float16, CPU, name)  # on a CPU tensor by the operator's reference
     assert fused.shape == (96, 256)
     assert name in fused.describe()
+    assert torch.equal(fused.bias, weight.bias), "set_weight keeps it for a weight in the usual order"
     linear = Linear("x", weight, dtype=torch.float32, device=CPU, gate=act)
     assert not linear._impl.gated
     for got in (fused(x), linear(x.float())):

@@ -115,7 +115,7 @@ def _linear(shape, bits=4, group=128, bias=False, act=None):
     impl = object.__new__(FusedLinear if act is None else FusedGatedLinear)
     impl.shape, impl._weight, impl._run = shape, weight, ops.w4a16_linear
     if act is not None:
-        impl._gated, impl._activation = ops.w4a16_gated, act.name
+        impl._gated, impl._activation, impl._paired_bias = ops.w4a16_gated, act.name, None
     impl.bias = torch.empty(n, dtype=torch.float16, device=DEVICE) if bias else None
     linear = object.__new__(Linear)
     linear.name, linear.dtype, linear.device, linear.split, linear.observer, linear._impl, linear.gate = (
